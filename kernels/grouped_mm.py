@@ -1,0 +1,52 @@
+"""Grouped matrix products over ragged groups of rows, with device-side offsets and no padding.
+
+Group e holds the rows from ``offsets_E[e - 1]`` (0 for the first) to ``offsets_E[e]``; any group may be empty. Rows past
+the last offset belong to no group: they are never read into a product, and what they hold afterwards is unspecified.
+"""
+
+import torch
+from torch import Tensor
+
+
+def grouped_mm_reference(a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor) -> Tensor:
+    out_RN = a_RK.new_zeros(a_RK.shape[0], b_EKN.shape[2])
+    start = 0
+    for b_KN, end in zip(b_EKN, offsets_E.tolist(), strict=True):
+        torch.mm(a_RK[start:end], b_KN, out=out_RN[start:end])
+        start = end
+    return out_RN
+
+
+def grouped_mm_weight_grad_reference(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor) -> Tensor:
+    out_ENK = a_RK.new_empty(offsets_E.shape[0], grad_RN.shape[1], a_RK.shape[1])
+    start = 0
+    for out_NK, end in zip(out_ENK, offsets_E.tolist(), strict=True):
+        torch.mm(grad_RN[start:end].t(), a_RK[start:end], out=out_NK)
+        start = end
+    return out_ENK
+
+
+def _has_native_kernel(a: Tensor) -> bool:
+    return a.is_cuda and a.dtype == torch.bfloat16
+
+
+def grouped_mm(a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor) -> Tensor:
+    """``out[r] = a[r] @ b[e]`` for every row r of group e.
+
+    Args:
+        a_RK: [R, K].
+        b_EKN: [E, K, N], same dtype.
+        offsets_E: [E] int32, the end of each group, on the same device.
+    Returns:
+        [R, N]. On CUDA in bf16 one kernel without a host sync; elsewhere a loop over the groups.
+    """
+    if _has_native_kernel(a_RK):
+        return torch._grouped_mm(a_RK, b_EKN, offs=offsets_E)
+    return grouped_mm_reference(a_RK, b_EKN, offsets_E)
+
+
+def grouped_mm_weight_grad(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor) -> Tensor:
+    """``out[e] = grad[rows of e]^T @ a[rows of e]``: [E, N, K], zero for an empty group. Arguments as in :func:`grouped_mm`."""
+    if _has_native_kernel(a_RK):
+        return torch._grouped_mm(grad_RN.t(), a_RK, offs=offsets_E)
+    return grouped_mm_weight_grad_reference(grad_RN, a_RK, offsets_E)

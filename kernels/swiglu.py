@@ -1,0 +1,161 @@
+"""SwiGLU with the routing weight inside: ``w * silu(gate) * up`` in one pass, and its gradient in another.
+
+Applying the routing weight before the down projection means that no expert output has to be kept for the weight's
+gradient (memory-efficient permutation, arXiv 2603.07685). The backward pass recomputes the activation, so the forward
+saves the pre-activations alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def weighted_swiglu_reference(gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> Tensor:
+    wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
+    gate_RF, up_RF = gate_up_R2F.to(wide).unbind(1)
+    act_RF = torch.nn.functional.silu(gate_RF) * up_RF * weights_R.to(wide)[:, None]
+    present_R1 = (torch.arange(act_RF.shape[0], device=act_RF.device) < num_rows)[:, None]
+    return torch.where(present_R1, act_RF, 0).to(gate_up_R2F.dtype)
+
+
+def weighted_swiglu_backward_reference(
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
+    gate_RF, up_RF = gate_up_R2F.to(wide).unbind(1)
+    grad_RF, weights_R1 = grad_RF.to(wide), weights_R.to(wide)[:, None]
+    sig_RF = torch.sigmoid(gate_RF)
+    silu_RF = gate_RF * sig_RF
+    grad_gate_RF = grad_RF * weights_R1 * up_RF * (sig_RF + silu_RF * (1 - sig_RF))
+    grad_up_RF = grad_RF * weights_R1 * silu_RF
+    grad_weights_R = (grad_RF * silu_RF * up_RF).sum(1)
+    act_RF = silu_RF * up_RF * weights_R1
+    present_R = torch.arange(act_RF.shape[0], device=act_RF.device) < num_rows
+    present_R1 = present_R[:, None]
+    grad_gate_up_R2F = torch.stack((grad_gate_RF, grad_up_RF), dim=1)
+    return (
+        torch.where(present_R1[:, :, None], grad_gate_up_R2F, 0).to(gate_up_R2F.dtype),
+        torch.where(present_R, grad_weights_R, 0).to(weights_R.dtype),
+        torch.where(present_R1, act_RF, 0).to(gate_up_R2F.dtype),
+    )
+
+
+@triton.jit
+def _forward_kernel(gate_up_ptr, weight_ptr, num_rows_ptr, act_ptr, F, BLOCK_F: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    present = row < tl.load(num_rows_ptr)
+    weight = tl.load(weight_ptr + row, mask=present, other=0.0)
+    for start in range(0, F, BLOCK_F):
+        f = start + tl.arange(0, BLOCK_F)
+        mask = (f < F) & present
+        gate = tl.load(gate_up_ptr + row * 2 * F + f, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + row * 2 * F + F + f, mask=mask, other=0.0).to(tl.float32)
+        act = gate * tl.sigmoid(gate) * up * weight
+        tl.store(act_ptr + row * F + f, act.to(act_ptr.dtype.element_ty), mask=f < F)
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr, gate_up_ptr, weight_ptr, num_rows_ptr, grad_gate_up_ptr, grad_weight_ptr, act_ptr, F, BLOCK_F: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    present = row < tl.load(num_rows_ptr)
+    weight = tl.load(weight_ptr + row, mask=present, other=0.0)
+    grad_weight = tl.zeros([BLOCK_F], dtype=tl.float32)
+    for start in range(0, F, BLOCK_F):
+        f = start + tl.arange(0, BLOCK_F)
+        mask = (f < F) & present
+        gate = tl.load(gate_up_ptr + row * 2 * F + f, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + row * 2 * F + F + f, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + row * F + f, mask=mask, other=0.0).to(tl.float32)
+        sig = tl.sigmoid(gate)
+        silu = gate * sig
+        grad_weight += grad * silu * up
+        grad_gate = grad * weight * up * (sig + silu * (1 - sig))
+        dtype = act_ptr.dtype.element_ty
+        tl.store(grad_gate_up_ptr + row * 2 * F + f, grad_gate.to(dtype), mask=f < F)
+        tl.store(grad_gate_up_ptr + row * 2 * F + F + f, (grad * weight * silu).to(dtype), mask=f < F)
+        tl.store(act_ptr + row * F + f, (silu * up * weight).to(dtype), mask=f < F)
+    tl.store(grad_weight_ptr + row, tl.sum(grad_weight))
+
+
+def _block(F: int) -> int:
+    return min(triton.next_power_of_2(F), 1024)
+
+
+@torch.library.custom_op("moe_titan::weighted_swiglu", mutates_args=())
+def weighted_swiglu(gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> Tensor:
+    """``weights * silu(gate) * up``; rows from ``num_rows`` on are zero whatever the input holds there.
+
+    Args:
+        gate_up_R2F: [R, 2, F] contiguous; gate then up.
+        weights_R: [R] routing weights, fp32.
+        num_rows: 0-d or one-element integer tensor on the device, the rows that hold data.
+    Returns:
+        [R, F] in the dtype of ``gate_up_R2F``; computed in fp32.
+    """
+    if not gate_up_R2F.is_cuda or gate_up_R2F.dtype == torch.float64:
+        return weighted_swiglu_reference(gate_up_R2F, weights_R, num_rows)
+    R, _, F = gate_up_R2F.shape
+    act_RF = gate_up_R2F.new_empty(R, F)
+    if act_RF.numel():
+        _forward_kernel[(R,)](gate_up_R2F, weights_R, num_rows, act_RF, F, BLOCK_F=_block(F), num_warps=4)
+    return act_RF
+
+
+@weighted_swiglu.register_fake
+def _(gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> Tensor:
+    R, _, F = gate_up_R2F.shape
+    return gate_up_R2F.new_empty(R, F)
+
+
+@torch.library.custom_op("moe_titan::weighted_swiglu_backward", mutates_args=())
+def weighted_swiglu_backward(
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of :func:`weighted_swiglu`, and the activation again for the down projection's weight gradient.
+
+    Returns:
+        grad_gate_up [R, 2, F], grad_weights [R] (fp32), activation [R, F]; all zero from row ``num_rows`` on.
+    """
+    if not gate_up_R2F.is_cuda or gate_up_R2F.dtype == torch.float64:
+        return weighted_swiglu_backward_reference(grad_RF, gate_up_R2F, weights_R, num_rows)
+    R, _, F = gate_up_R2F.shape
+    grad_RF = grad_RF.contiguous()
+    grad_gate_up_R2F = torch.empty_like(gate_up_R2F)
+    grad_weights_R = torch.empty_like(weights_R)
+    act_RF = torch.empty_like(grad_RF)
+    if R:
+        _backward_kernel[(R,)](
+            grad_RF,
+            gate_up_R2F,
+            weights_R,
+            num_rows,
+            grad_gate_up_R2F,
+            grad_weights_R,
+            act_RF,
+            F,
+            BLOCK_F=_block(F),
+            num_warps=4,
+        )
+    return grad_gate_up_R2F, grad_weights_R, act_RF
+
+
+@weighted_swiglu_backward.register_fake
+def _(
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(gate_up_R2F), torch.empty_like(weights_R), torch.empty_like(grad_RF)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad_RF: Tensor):
+    grad_gate_up_R2F, grad_weights_R, _ = weighted_swiglu_backward(grad_RF, *ctx.saved_tensors)
+    return grad_gate_up_R2F, grad_weights_R, None
+
+
+weighted_swiglu.register_autograd(_backward, setup_context=_setup_context)

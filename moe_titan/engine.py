@@ -1,0 +1,182 @@
+"""One optimizer step of a parallelised model: all of the mathematics of training, and nothing of its bookkeeping."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchtitan.protocols.model import BaseModelArgs
+
+from moe_titan.data import MicroBatch
+from moe_titan.initialization import initialize, record_initialization
+from moe_titan.layers.balance_loss import BalanceLoss
+from moe_titan.layers.load_balancer import LoadBalancer
+from moe_titan.layers.moe import MoE
+from moe_titan.loss import IGNORED, cross_entropy_sum, loss_context, loss_value
+from moe_titan.models import attention_masks, build_model
+from moe_titan.optimizer import NonFiniteGradient, ShardedAdamW
+from parallelisms.folded_mesh import FoldedMesh
+from parallelisms.parallelize import ParallelOptions, parallelize
+from parallelisms.routing import RoutingTape
+from parallelisms.tensor_parallel import sequence_share
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What a step computes, as opposed to how (:class:`ParallelOptions`)."""
+
+    seed: int = 0
+    master_dtype: torch.dtype = torch.float32
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_norm: float = 1.0
+    implementation: str = "fused"
+    sequence_balance_coeff: float = 0.0
+    batch_balance_coeff: float = 0.0
+    eos_id: int = 0
+
+
+@dataclass
+class StepResult:
+    """``loss`` per trained token of the global batch, ``grad_norm`` before clipping, ``tokens`` trained in the global batch;
+    ``expert_load`` int64 tokens per expert by layer; all the same on every rank."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    expert_load: dict[str, Tensor] = field(default_factory=dict)
+    balance_loss: float | None = None
+
+
+class Engine:
+    """A model laid out over the ranks, its optimizer and its load balancer.
+
+    Args:
+        name: "llama3", "qwen3" or "deepseek_v3".
+        args: torchtitan's model arguments.
+        mesh: the layout; its ranks must all construct the engine together.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        args: BaseModelArgs,
+        mesh: FoldedMesh,
+        device: torch.device,
+        options: TrainOptions,
+        parallel: ParallelOptions,
+    ):
+        self.args, self.mesh, self.device, self.options, self.parallel = args, mesh, device, options, parallel
+        self.model = build_model(name, args)
+        programs = record_initialization(self.model, device)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(options.master_dtype)
+        self._set_balance_losses()
+        self.plan = parallelize(self.model, mesh, parallel)
+        initialize(self.model, programs, options.seed, device)
+        self.optimizer = ShardedAdamW(
+            self.model,
+            self.plan,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            implementation=options.implementation,
+        )
+        self.balancer = LoadBalancer(self.model, mesh.stage_group)
+        self._sharded_vocabulary = mesh.layout.tp > 1 and parallel.loss_parallel
+
+    def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+        """Trains on this rank's micro-batches (equally many, equally shaped on every rank).
+
+        Raises:
+            NonFiniteGradient: loss or gradient is not finite; no parameter has changed.
+        """
+        self.model.train()
+        denominator = self.count_trained(micro_batches).clamp(min=1)
+        loss = torch.zeros((), device=self.device, dtype=torch.float32)
+        balance: list[Tensor] = []
+        for batch in micro_batches:
+            batch_loss, tape = self._forward_backward(batch, denominator)
+            loss += batch_loss
+            self.balancer.add(tape)
+            if (balance_loss := tape.balance_loss()) is not None:
+                balance.append(balance_loss)
+        if self.mesh.data_group is not None:
+            dist.all_reduce(loss, group=self.mesh.data_group)
+        try:
+            norm = self.optimizer.step(lr, self.options.max_norm)
+        except NonFiniteGradient as error:
+            raise NonFiniteGradient(f"{error}; the loss is {loss.item()}") from None
+        load = self.balancer.step()
+        return StepResult(loss.item(), norm.item(), int(denominator), load, self._total(balance))
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Loss per trained token of the global batch; leaves no trace in model, optimizer or balancer."""
+        self.model.eval()
+        denominator = self.count_trained(micro_batches).clamp(min=1)
+        loss = torch.zeros((), device=self.device, dtype=torch.float32)
+        for batch in micro_batches:
+            batch = self._on_device(batch)
+            with RoutingTape(self._valid(batch), denominator).recording(), loss_context(self._sharded_vocabulary):
+                loss += loss_value(cross_entropy_sum(self._logits(batch), batch.labels_BS)) / denominator
+        if self.mesh.data_group is not None:
+            dist.all_reduce(loss, group=self.mesh.data_group)
+        return loss.item()
+
+    def count_trained(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Trained tokens of the global batch: the one number that losses are divided by. fp32 scalar on the device."""
+        count = sum(int((batch.labels_BS != IGNORED).sum()) for batch in micro_batches)
+        total = torch.tensor(float(count), device=self.device)
+        if self.mesh.data_group is not None:
+            dist.all_reduce(total, group=self.mesh.data_group)
+        return total
+
+    def _forward_backward(self, batch: MicroBatch, denominator: Tensor) -> tuple[Tensor, RoutingTape]:
+        batch = self._on_device(batch)
+        tape = RoutingTape(self._valid(batch), denominator)
+        with tape.recording():
+            logits = self._logits(batch)
+        with loss_context(self._sharded_vocabulary):
+            loss = cross_entropy_sum(logits, batch.labels_BS) / denominator
+            del logits
+            loss.backward()
+        return loss_value(loss.detach()), tape
+
+    def _on_device(self, batch: MicroBatch) -> MicroBatch:
+        return MicroBatch(*(None if field is None else field.to(self.device, non_blocking=True) for field in batch))
+
+    def _logits(self, batch: MicroBatch) -> Tensor:
+        masks = attention_masks(self.args, batch.tokens_BS, self.options.eos_id)
+        return self.model(batch.tokens_BS, attention_masks=masks)
+
+    def _valid(self, batch: MicroBatch) -> Tensor | None:
+        if batch.valid_BS is None:
+            return None
+        tp = self.mesh.layout.tp
+        return (sequence_share(batch.valid_BS, self.mesh.dim("tp")) if tp > 1 else batch.valid_BS).flatten()
+
+    def _set_balance_losses(self) -> None:
+        options = self.options
+        if not (options.sequence_balance_coeff or options.batch_balance_coeff):
+            return
+        for module in self.model.modules():
+            if isinstance(module, MoE):
+                module.router.balance_loss = BalanceLoss(
+                    self.args.moe_args.top_k,
+                    options.sequence_balance_coeff,
+                    options.batch_balance_coeff,
+                    sequence_group=self.mesh.group("tp"),
+                    batch_group=self.mesh.stage_group,
+                )
+
+    def _total(self, balance: list[Tensor]) -> float | None:
+        if not balance:
+            return None
+        total = torch.stack(balance).sum()
+        if self.mesh.stage_group is not None:
+            dist.all_reduce(total, group=self.mesh.stage_group)
+        return total.item()

@@ -1,0 +1,39 @@
+"""The routed experts' weights and their feed-forward."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.utils import trunc_normal_
+
+from kernels.expert_mlp import expert_mlp
+from parallelisms.routing import RoutedTokens
+
+
+class GroupedExperts(nn.Module):
+    """SwiGLU experts as grouped products.
+
+    Gate and up weights (torchtitan's w1 and w3) live in one parameter ``w13`` [E, 2, F, D], so that one product reads the tokens
+    once for both. Whoever saves, loads, initialises or counts parameters sees them apart (see
+    :func:`parallelisms.sharding_plan.logical_tensors`).
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, num_experts: int):
+        super().__init__()
+        self.num_experts = num_experts
+        self.w13 = nn.Parameter(torch.empty(num_experts, 2, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+
+    def init_weights(self, init_std: float) -> None:
+        w1_EFD, w3_EFD = self.w13.unbind(1)
+        trunc_normal_(w1_EFD, std=0.02)
+        trunc_normal_(self.w2, std=init_std)
+        trunc_normal_(w3_EFD, std=init_std)
+
+    def forward(self, routed: RoutedTokens) -> Tensor:
+        """Outputs [R, D] of the local experts, each times its routing weight; rows past the last offset are unspecified."""
+        w13_e2FD, w2_eDF = _local(self.w13), _local(self.w2)
+        return expert_mlp(routed.rows_RD, w13_e2FD, w2_eDF, routed.weights_R, routed.offsets_e)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

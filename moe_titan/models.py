@@ -1,0 +1,53 @@
+"""torchtitan's models with our MoE layers in them."""
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
+from torchtitan.models.attention import get_causal_mask_mod, get_document_mask_mod
+from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
+from torchtitan.models.llama3.model.model import Transformer
+from torchtitan.models.qwen3.model.model import Qwen3Model
+from torchtitan.protocols.model import BaseModelArgs
+
+from moe_titan.layers.moe import MoE
+
+MODELS: dict[str, type[nn.Module]] = {"llama3": Transformer, "qwen3": Qwen3Model, "deepseek_v3": DeepSeekV3Model}
+
+
+def build_model(name: str, args: BaseModelArgs) -> nn.Module:
+    """The model of the given arguments on the meta device, every MoE block ours, under torchtitan's names and shapes."""
+    with torch.device("meta"):
+        model = MODELS[name](args)
+        for index, block in model.layers.items():
+            if getattr(block, "moe_enabled", False):
+                block.moe = MoE(args.moe_args, args.dim, args.moe_inter_dim, layer=f"layers.{index}")
+    if getattr(args, "attn_type", "sdpa") == "flex" and not torch.cuda.is_available():
+        for block in model.layers.values():
+            block.attention.inner_attention = DenseMaskAttention()
+    return model
+
+
+class DenseMaskAttention(nn.Module):
+    """Stands in for flex attention where it has no backward pass (CPU): the block mask spelled out as a dense one."""
+
+    def forward(self, q, k, v, *, block_mask, scale=None, enable_gqa=False):
+        mask = create_mask(block_mask.mask_mod, block_mask.shape[0], None, q.shape[2], k.shape[2], device=q.device)
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+
+
+def attention_masks(args: BaseModelArgs, tokens_BS: torch.Tensor, eos_id: int):
+    """The masks that the model's attention type wants: None for SDPA, else causal and, for block-causal flavors, within documents."""
+    match getattr(args, "attn_type", "sdpa"):
+        case "flex":
+            mods = [get_causal_mask_mod()]
+            if args.attn_mask_type == "block_causal":
+                mods.append(get_document_mask_mod(tokens_BS, eos_id))
+            batch = tokens_BS.shape[0] if len(mods) > 1 else 1
+            make = torch.compile(create_block_mask) if tokens_BS.is_cuda else create_block_mask
+            return make(and_masks(*mods), batch, None, tokens_BS.shape[1], tokens_BS.shape[1], device=tokens_BS.device)
+        case "varlen":
+            from torchtitan.models.attention import create_varlen_metadata_for_document
+
+            return create_varlen_metadata_for_document(tokens_BS, eos_id)
+        case _:
+            return None

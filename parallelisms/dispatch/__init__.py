@@ -1,0 +1,24 @@
+"""Expert dispatchers: tokens to the ranks of their experts and back, behind one interface."""
+
+from torch.distributed import ProcessGroup
+
+from parallelisms.dispatch.allgather import AllGatherDispatcher
+from parallelisms.dispatch.alltoall import AllToAllDispatcher
+from parallelisms.dispatch.base import Dispatcher
+from parallelisms.dispatch.local import LocalDispatcher
+
+__all__ = ["Dispatcher", "build_dispatcher"]
+
+
+def build_dispatcher(kind: str, num_experts: int, group: ProcessGroup | None, ep: int, etp: int) -> Dispatcher:
+    """The dispatcher of one MoE layer.
+
+    Args:
+        kind: "auto", "local", "allgather" or "alltoall"; "auto" is local for a group of one, else alltoall.
+        group: the ep x etp ranks, etp varying fastest; None when ep * etp is 1.
+    """
+    if kind == "auto":
+        kind = "local" if ep * etp == 1 else "alltoall"
+    if kind == "local":
+        return LocalDispatcher(num_experts)
+    return {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}[kind](num_experts, group, ep, etp)

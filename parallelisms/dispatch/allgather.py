@@ -1,0 +1,84 @@
+"""All-gather dispatch: every rank sees every token of the group and keeps the rows of its own experts.
+
+Moves more than an all-to-all when few of a token's experts are local, but needs no split sizes; it wins where K approaches the
+group's size.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from kernels.permute import permute, unpermute
+from parallelisms.dispatch.base import offsets_of, sort_by_key
+from parallelisms.routing import RoutedTokens, Routing
+
+
+def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum in at least fp32, so that partial sums of a token's experts do not round between ranks."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    out = wide.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    dist.reduce_scatter_tensor(out, wide, group=group)
+    return out.to(x.dtype)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _reduce_scatter(grad, ctx.group), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _all_gather(grad, ctx.group), None
+
+
+class AllGatherHandle(NamedTuple):
+    token_R: Tensor
+    row_GK: Tensor
+
+
+class AllGatherDispatcher:
+    """G tokens are gathered from the group. One host sync a layer, for the number of rows to allocate."""
+
+    def __init__(self, num_experts: int, group: ProcessGroup, ep: int, etp: int):
+        self.group = group
+        self.num_local = num_experts // ep
+        self.first_expert = group.rank() // etp * self.num_local
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, AllGatherHandle]:
+        x_GD = _AllGather.apply(x_TD, self.group)
+        weights_GK = _AllGather.apply(routing.topk_weights_TK, self.group)
+        local_GK = _all_gather(routing.topk_experts_TK, self.group) - self.first_expert
+        is_local_GK = (local_GK >= 0) & (local_GK < self.num_local)
+        G, K = local_GK.shape
+
+        key_P = torch.where(is_local_GK, local_GK, self.num_local).flatten()
+        pair_P, row_P, counts_e = sort_by_key(key_P, self.num_local)
+        pair_R, row_GK = pair_P[: int(counts_e.sum())], row_P.view(G, K)
+        token_R = pair_R // K
+        weights_R = permute(weights_GK.reshape(G * K, 1), pair_R, row_P.view(G * K, 1)).squeeze(1)
+        routed = RoutedTokens(permute(x_GD, token_R, row_GK), offsets_of(counts_e), weights_R)
+        return routed, AllGatherHandle(token_R, row_GK)
+
+    def combine(self, rows_RD: Tensor, handle: AllGatherHandle) -> Tensor:
+        return _ReduceScatter.apply(unpermute(rows_RD, handle.token_R, handle.row_GK), self.group)

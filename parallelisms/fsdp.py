@@ -1,0 +1,52 @@
+"""FSDP2 and HSDP for dense and expert parameters, each over its own data ranks."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from parallelisms.folded_mesh import FoldedMesh
+from parallelisms.sharding_plan import ShardingPlan
+
+
+def apply_fsdp(
+    model: nn.Module, mesh: FoldedMesh, plan: ShardingPlan, param_dtype: torch.dtype, reshard_after_forward: bool
+) -> None:
+    """Wraps experts, router, block, embeddings and head as FSDP2 units, in place.
+
+    Gradients are summed in fp32 and never divided: the loss is already divided by the trained tokens of the global batch. Routers
+    keep their fp32 weights, everything else computes in ``param_dtype``.
+    """
+    compute = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    # Routing weights come in fp32 and stay so.
+    experts = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def place(parameter: nn.Parameter) -> Shard:
+        return Shard(plan[names[parameter]].shard_dim)
+
+    def wrap(module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy, expert: bool = False) -> None:
+        fully_shard(
+            module,
+            mesh=mesh.expert_data if expert else mesh.dense_data,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=place,
+        )
+
+    tied = getattr(model, "enable_weight_tying", False)
+    if not tied:
+        wrap(model.tok_embeddings, compute)
+    for block in model.layers.values():
+        if getattr(block, "moe_enabled", False):
+            wrap(block.moe.router, full)
+            wrap(block.moe.experts, experts, expert=True)
+        wrap(block, compute)
+    if not tied:
+        wrap([model.norm, model.output], compute)
+    wrap(model, compute)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

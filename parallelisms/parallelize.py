@@ -1,0 +1,55 @@
+"""Applies a parallel layout to a model, in the one order in which the parts fit together."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from parallelisms.activation_checkpoint import checkpoint_blocks, checkpoint_selectively
+from parallelisms.compile import apply_compile
+from parallelisms.expert_parallel import apply_expert_parallel
+from parallelisms.folded_mesh import FoldedMesh
+from parallelisms.fsdp import apply_fsdp
+from parallelisms.sharding_plan import ShardingPlan
+from parallelisms.tensor_parallel import apply_tensor_parallel
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How the layout is carried out; none of these changes a result beyond rounding.
+
+    ``recompute_option``: for selective recomputation "op", or k as a string for every k-th block in full.
+    ``compile_backend``: None compiles nothing.
+    """
+
+    dispatcher: str = "auto"
+    param_dtype: torch.dtype = torch.bfloat16
+    reshard_after_forward: bool = True
+    loss_parallel: bool = True
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_option: str = "op"
+    compile_backend: str | None = None
+
+
+def parallelize(model: nn.Module, mesh: FoldedMesh, options: ParallelOptions) -> ShardingPlan:
+    """Parallelises a model that lies on the meta device, in place, and returns where everything lies.
+
+    Tensor and expert parallelism place parameters; selective recomputation goes inside compiled regions and recomputation of whole
+    blocks around them, since a compiled block is several graphs; FSDP2 comes last and shards what the others placed.
+    """
+    if mesh.layout.tp > 1:
+        apply_tensor_parallel(model, mesh.dim("tp"), options.loss_parallel)
+    apply_expert_parallel(model, mesh, options.dispatcher)
+    plan = ShardingPlan(model, mesh)
+    selective = options.recompute == "selective"
+    if selective and options.recompute_option == "op":
+        checkpoint_selectively(model)
+    if options.compile_backend is not None:
+        apply_compile(model, options.compile_backend)
+    if options.recompute == "full":
+        checkpoint_blocks(model, every=1)
+    elif selective and options.recompute_option != "op":
+        checkpoint_blocks(model, every=int(options.recompute_option))
+    apply_fsdp(model, mesh, plan, options.param_dtype, options.reshard_after_forward)
+    return plan

@@ -1,0 +1,99 @@
+"""What passes between router, dispatcher and experts, and the tape that keeps what a forward pass chose."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Named tuples, since FSDP2's hooks look for tensors in what a module takes and returns as in any tree of containers.
+
+
+class Routing(NamedTuple):
+    """What the router decided for this rank's tokens.
+
+    ``topk_experts_TK`` int64 in [0, E], where E itself means "not routed" (padding); ``topk_weights_TK`` fp32, zero there;
+    ``tokens_per_expert_E`` int64 counts of this rank's routed (token, expert) pairs; ``balance_loss`` fp32 scalar, this
+    rank's share, already attached to the weights' gradient, or None when every balance loss is off.
+    """
+
+    topk_experts_TK: Tensor
+    topk_weights_TK: Tensor
+    tokens_per_expert_E: Tensor
+    balance_loss: Tensor | None = None
+
+
+class RoutedTokens(NamedTuple):
+    """Rows grouped by local expert: all that experts and combine see of the tokens.
+
+    ``rows_RD``: R is a capacity, rows from ``offsets_e[-1]`` on hold zeros. ``offsets_e`` int32 on the device: where each
+    local expert's rows end. ``weights_R`` fp32: each row's routing weight, zero in the tail.
+    """
+
+    rows_RD: Tensor
+    offsets_e: Tensor
+    weights_R: Tensor
+
+
+@dataclass
+class RoutingTape:
+    """The routing of one forward pass, layer by layer, kept by the caller of forward, never by the layers.
+
+    A forward pass under :meth:`recording` leaves its choices here; a recomputation under :meth:`replaying` takes the chosen
+    experts from here, so that activation checkpointing can never route a token elsewhere, and adds nothing. A forward pass
+    under neither (evaluation) leaves no trace.
+
+    Args:
+        valid_T: bool, which of this rank's tokens carry data; None when all do.
+        loss_denominator: trained tokens of the global batch, by which every loss of the step is divided.
+    """
+
+    valid_T: Tensor | None = None
+    loss_denominator: Tensor | float = 1.0
+    layers: dict[str, Routing] = field(default_factory=dict)
+    replay: bool = False
+
+    def record(self, layer: str, routing: Routing) -> None:
+        if not self.replay:
+            self.layers[layer] = Routing(*(None if value is None else value.detach() for value in routing))
+
+    def chosen_experts(self, layer: str) -> Tensor | None:
+        return self.layers[layer].topk_experts_TK if self.replay else None
+
+    def recording(self) -> AbstractContextManager[None]:
+        return _activated(self)
+
+    def replaying(self) -> AbstractContextManager[None]:
+        return _activated(RoutingTape(self.valid_T, self.loss_denominator, self.layers, replay=True))
+
+    def balance_loss(self) -> Tensor | None:
+        losses = [routing.balance_loss for routing in self.layers.values() if routing.balance_loss is not None]
+        return torch.stack(losses).sum() if losses else None
+
+
+# Per thread: autograd recomputes in threads of its own.
+_active = threading.local()
+
+
+def active_tape() -> RoutingTape | None:
+    """The tape of the forward pass or recomputation now running in this thread."""
+    return getattr(_active, "tape", None)
+
+
+def replay_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """``context_fn`` of ``torch.utils.checkpoint``: forward as it is, recomputation with the routing that forward chose."""
+    tape = active_tape()
+    return nullcontext(), tape.replaying() if tape is not None else nullcontext()
+
+
+@contextmanager
+def _activated(tape: RoutingTape) -> Iterator[None]:
+    previous = active_tape()
+    _active.tape = tape
+    try:
+        yield
+    finally:
+        _active.tape = previous

@@ -1,0 +1,104 @@
+"""One table that says of every parameter where it lies and over which ranks its gradient is summed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from parallelisms.folded_mesh import FoldedMesh
+
+FUSED_PAIRS = {"w13": ("w1", "w3")}
+"""Parameters that hold a pair of torchtitan's along dimension 1, and the names of the two."""
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One parameter of the model as it is stored.
+
+    ``data_mesh`` is the mesh over which FSDP2 shards it along ``shard_dim`` and over which its gradient is summed;
+    ``counted`` says whether this rank's shard enters global sums over parameters (of a shard's replicas exactly one does).
+    """
+
+    name: str
+    kind: Literal["dense", "expert"]
+    data_mesh: DeviceMesh
+    shard_dim: int
+    counted: bool
+
+
+class ShardingPlan:
+    """The rows of all parameters, in the order of ``named_parameters``.
+
+    Made when tensor and expert parallelism have placed the parameters and before FSDP2 wraps them. Wrapping, gradient norm,
+    optimizer, initialisation and checkpoints read it.
+    """
+
+    def __init__(self, model: nn.Module, mesh: FoldedMesh):
+        self.rows = [self._row(name, parameter, mesh) for name, parameter in model.named_parameters()]
+        self._by_name = {row.name: row for row in self.rows}
+
+    def __getitem__(self, name: str) -> PlanRow:
+        return self._by_name[name]
+
+    @staticmethod
+    def _row(name: str, parameter: nn.Parameter, mesh: FoldedMesh) -> PlanRow:
+        expert = ".moe.experts." in name
+        data_mesh = mesh.expert_data if expert else mesh.dense_data
+        replicate = "edp_replicate" if expert else "dp_replicate"
+        counted = mesh.coordinate(replicate) == 0
+        if not expert and not _sharded_over_tp(parameter):
+            counted = counted and mesh.coordinate("tp") == 0
+        shard_dim = _expert_shard_dim(parameter, data_mesh.shape[-1]) if expert else 0
+        return PlanRow(name, "expert" if expert else "dense", data_mesh, shard_dim, counted)
+
+
+def _sharded_over_tp(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and any(isinstance(p, Shard) for p in parameter.placements)
+
+
+def _expert_shard_dim(parameter: nn.Parameter, shards: int) -> int:
+    """By expert while every shard gets one, else within the experts, along the first divisible dimension that etp leaves whole."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if local.shape[0] >= shards:
+        return 0
+    cut = {p.dim for p in parameter.placements if isinstance(p, Shard)} if isinstance(parameter, DTensor) else set()
+    inner = [dim for dim in range(local.ndim - 1, 0, -1) if dim not in cut and local.shape[dim] % shards == 0]
+    return inner[0] if inner else 0
+
+
+def logical_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A stored tensor under the names and shapes of torchtitan's state dict: itself, or the two halves of a fused pair.
+
+    Works for a parameter, its gradient and its optimizer moments. Halves are views of the same storage, DTensors if ``tensor`` is
+    one, so that loading into them loads the parameter.
+    """
+    prefix, _, leaf = name.rpartition(".")
+    if leaf not in FUSED_PAIRS:
+        yield name, tensor
+        return
+    for index, half in enumerate(FUSED_PAIRS[leaf]):
+        yield f"{prefix}.{half}", _half(tensor, index)
+
+
+def _half(tensor: Tensor, index: int) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.select(1, index)
+    shape = torch.Size((tensor.shape[0], *tensor.shape[2:]))
+    stride = torch.empty(shape, device="meta").stride()
+    local = tensor._local_tensor.detach().select(1, index)
+    placements = [_without_dim_1(placement) for placement in tensor.placements]
+    return DTensor.from_local(local, tensor.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _without_dim_1(placement: Placement) -> Placement:
+    if isinstance(placement, _StridedShard):
+        dim = placement.dim - (placement.dim > 1)
+        return _StridedShard(dim=dim, split_factor=placement.split_factor)
+    if isinstance(placement, Shard):
+        return Shard(placement.dim - (placement.dim > 1))
+    return placement
