@@ -7,9 +7,7 @@ from kernels.grouped_mm import grouped_mm, grouped_mm_weight_grad
 from kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
 
-def expert_mlp_reference(
-    rows_RD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, weights_R: Tensor, offsets_E: Tensor
-) -> Tensor:
+def expert_mlp_reference(rows_RD: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, weights_R: Tensor, offsets_E: Tensor) -> Tensor:
     """A loop over the experts in plain PyTorch, differentiable by autograd, in any dtype; rows past the last offset are zero."""
     outputs, start = [], 0
     for w13_2FD, w2_DF, end in zip(w13_E2FD, w2_EDF, offsets_E.tolist(), strict=True):
@@ -25,7 +23,7 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows_RD, w13_E2FD, w2_EDF, weights_R, offsets_E):
         gate_up_R2F = grouped_mm(rows_RD, w13_E2FD.flatten(1, 2).transpose(1, 2), offsets_E)
-        gate_up_R2F = gate_up_R2F.view(rows_RD.shape[0], 2, -1)
+        gate_up_R2F = gate_up_R2F.view(-1, *w13_E2FD.shape[1:3])
         act_RF = weighted_swiglu(gate_up_R2F, weights_R, offsets_E[-1:])
         ctx.save_for_backward(rows_RD, w13_E2FD, w2_EDF, weights_R, offsets_E, gate_up_R2F)
         return grouped_mm(act_RF, w2_EDF.transpose(1, 2), offsets_E)
@@ -35,9 +33,7 @@ class _ExpertMLP(torch.autograd.Function):
         rows_RD, w13_E2FD, w2_EDF, weights_R, offsets_E, gate_up_R2F = ctx.saved_tensors
         grad_RD = grad_RD.contiguous()
         grad_act_RF = grouped_mm(grad_RD, w2_EDF, offsets_E)
-        grad_gate_up_R2F, grad_weights_R, act_RF = weighted_swiglu_backward(
-            grad_act_RF, gate_up_R2F, weights_R, offsets_E[-1:]
-        )
+        grad_gate_up_R2F, grad_weights_R, act_RF = weighted_swiglu_backward(grad_act_RF, gate_up_R2F, weights_R, offsets_E[-1:])
         grad_w2_EDF = grouped_mm_weight_grad(grad_RD, act_RF, offsets_E)
         grad_gate_up = grad_gate_up_R2F.flatten(1, 2)
         grad_rows_RD = grouped_mm(grad_gate_up, w13_E2FD.flatten(1, 2), offsets_E)

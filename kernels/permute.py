@@ -97,9 +97,7 @@ def gather_sum(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     D = rows_RD.shape[1]
     y_TD = rows_RD.new_empty(T, D)
     if y_TD.numel():
-        _gather_sum_kernel[(T,)](
-            rows_RD, row_TK.contiguous(), y_TD, D, rows_RD.stride(0), K=K, BLOCK_D=_block(D), num_warps=4
-        )
+        _gather_sum_kernel[(T,)](rows_RD, row_TK.contiguous(), y_TD, D, rows_RD.stride(0), K=K, BLOCK_D=_block(D), num_warps=4)
     return y_TD
 
 

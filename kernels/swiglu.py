@@ -57,7 +57,15 @@ def _forward_kernel(gate_up_ptr, weight_ptr, num_rows_ptr, act_ptr, F, BLOCK_F: 
 
 @triton.jit
 def _backward_kernel(
-    grad_ptr, gate_up_ptr, weight_ptr, num_rows_ptr, grad_gate_up_ptr, grad_weight_ptr, act_ptr, F, BLOCK_F: tl.constexpr
+    grad_ptr,
+    gate_up_ptr,
+    weight_ptr,
+    num_rows_ptr,
+    grad_gate_up_ptr,
+    grad_weight_ptr,
+    act_ptr,
+    F,
+    BLOCK_F: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     present = row < tl.load(num_rows_ptr)
@@ -143,9 +151,7 @@ def weighted_swiglu_backward(
 
 
 @weighted_swiglu_backward.register_fake
-def _(
-    grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(gate_up_R2F), torch.empty_like(weights_R), torch.empty_like(grad_RF)
 
 

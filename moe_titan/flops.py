@@ -41,9 +41,7 @@ def train_flops_per_token(model_args: ModelArgs, seq_len: int) -> float:
         attention = _mla_weights(model_args)
         head_dims = model_args.qk_nope_head_dim + model_args.qk_rope_head_dim + model_args.v_head_dim
     else:
-        head_dim = (
-            model_args.head_dim if isinstance(model_args, Qwen3ModelArgs) else model_args.dim // model_args.n_heads
-        )
+        head_dim = model_args.head_dim if isinstance(model_args, Qwen3ModelArgs) else model_args.dim // model_args.n_heads
         attention = _gqa_weights(model_args, head_dim)
         head_dims = 2 * head_dim
     scores = model_args.n_layers * model_args.n_heads * head_dims * seq_len / 2

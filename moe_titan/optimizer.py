@@ -43,9 +43,7 @@ class ShardedAdamW:
         self._shards = {name: nn.Parameter(p.to_local().detach()) for name, p in self.parameters.items()}
         kind = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {"foreach": False}}[implementation]
         # The rate is set at every step.
-        self.adam = torch.optim.AdamW(
-            self._shards.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, **kind
-        )
+        self.adam = torch.optim.AdamW(self._shards.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, **kind)
         for shard in self._shards.values():
             # As AdamW makes them at its first step; made now so that a checkpoint can be loaded into them.
             step = torch.zeros((), dtype=torch.float32, device=shard.device if implementation == "fused" else "cpu")

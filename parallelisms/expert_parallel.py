@@ -22,6 +22,4 @@ def apply_expert_parallel(model: nn.Module, mesh: FoldedMesh, dispatcher: str) -
                 placements = [Shard(dims[dim]) for dim in model_mesh.mesh_dim_names]
                 parameter = distribute_tensor(getattr(experts, name), model_mesh, placements)
                 setattr(experts, name, nn.Parameter(parameter))
-        block.moe.dispatcher = build_dispatcher(
-            dispatcher, experts.num_experts, mesh.dispatch_group, layout.ep, layout.etp
-        )
+        block.moe.dispatcher = build_dispatcher(dispatcher, experts.num_experts, mesh.dispatch_group, layout.ep, layout.etp)

@@ -74,9 +74,7 @@ class FoldedMesh:
                 "start that many or change the parallel degrees"
             )
         self.layout = layout
-        self.dense = init_device_mesh(
-            device_type, tuple(getattr(layout, dim) for dim in DENSE_DIMS), mesh_dim_names=DENSE_DIMS
-        )
+        self.dense = init_device_mesh(device_type, tuple(getattr(layout, dim) for dim in DENSE_DIMS), mesh_dim_names=DENSE_DIMS)
         self.expert = init_device_mesh(
             device_type, tuple(getattr(layout, dim) for dim in EXPERT_DIMS), mesh_dim_names=EXPERT_DIMS
         )

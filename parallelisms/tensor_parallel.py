@@ -50,9 +50,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, loss_parallel: boo
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
-        "output": ColwiseParallel(
-            input_layouts=Shard(1), output_layouts=logits, use_local_output=not loss_parallel
-        ),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=logits, use_local_output=not loss_parallel),
     }
     tied = getattr(model, "enable_weight_tying", False)
     for name, block in model.layers.items():
@@ -125,15 +123,11 @@ def _mla_plan(attention: nn.Module) -> dict[str, ParallelStyle]:
 
 def _attention_input(rope: Replicate | None) -> ParallelStyle:
     # Arguments: tokens, rotary cache, masks, positions.
-    return PrepareModuleInput(
-        input_layouts=(Shard(1), rope, None, None), desired_input_layouts=(Replicate(), rope, None, None)
-    )
+    return PrepareModuleInput(input_layouts=(Shard(1), rope, None, None), desired_input_layouts=(Replicate(), rope, None, None))
 
 
 def _local_heads() -> ParallelStyle:
-    return PrepareModuleInput(
-        input_layouts=(Shard(1),) * 3, desired_input_layouts=(Shard(1),) * 3, use_local_output=True
-    )
+    return PrepareModuleInput(input_layouts=(Shard(1),) * 3, desired_input_layouts=(Shard(1),) * 3, use_local_output=True)
 
 
 def sequence_share(x_BS: Tensor, mesh: DeviceMesh) -> Tensor:

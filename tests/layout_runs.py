@@ -1,6 +1,5 @@
 """What the layout tests run on every rank."""
 
-import torch
 from tiny import build, global_batch, share
 from torch.distributed.tensor import DTensor
 
@@ -12,7 +11,18 @@ def full(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def train(model, layout: Layout, steps=3, samples=12, seq=24, local_batch=3, padded=False, train_options=None, tweak=None, **parallel):
+def train(
+    model,
+    layout: Layout,
+    steps=3,
+    samples=12,
+    seq=24,
+    local_batch=3,
+    padded=False,
+    train_options=None,
+    tweak=None,
+    **parallel,
+):
     """Trains a few steps; returns losses, norms, loads, each step's full gradients and the final full parameters and biases."""
     engine = build(model, layout, train_options, **parallel)
     if tweak is not None:

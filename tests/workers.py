@@ -1,69 +1,82 @@
-"""A pool of gloo processes that is started once and runs functions on worlds of any size up to its own."""
+"""Runs a function on the ranks of a gloo group, every rank a fresh fork of one process that has imported everything."""
 
-import atexit
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
-WORLD = 8
+TESTS = Path(__file__).resolve().parent
+PRELOAD = ["torch._dynamo", "layout_runs"]
 
 
 class WorkerError(AssertionError):
-    """A rank failed; the message holds its traceback."""
+    """A rank failed; the message holds the traceback of the first one."""
 
 
 class WorkerPool:
-    """``run(world, fn, *args)`` calls ``fn(*args)`` on ranks 0 .. world - 1 of a fresh process group; returns their results by rank."""
+    """``run(world, fn, *args)`` calls ``fn(*args)`` on every rank of a new process group; returns the results by rank.
+
+    ``fn`` must be importable, and results should hold numpy arrays rather than tensors (which travel as file descriptors).
+    """
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipes, self.processes = [], []
-        for rank in range(WORLD):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
-        atexit.register(self.close)
+        # The fork server takes its module path from the environment.
+        os.environ["PYTHONPATH"] = os.pathsep.join((str(TESTS.parent), str(TESTS)))
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOAD)
 
-    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 100.0) -> list[Any]:
+        results: dict[int, Any] = {}
         with tempfile.TemporaryDirectory() as folder:
-            for pipe in self.pipes[:world]:
-                pipe.send((world, os.path.join(folder, "store"), fn, args))
-            results, errors = [], []
-            for rank, pipe in enumerate(self.pipes[:world]):
-                if not pipe.poll(timeout):
-                    raise WorkerError(f"rank {rank} of {world} gave no answer within {timeout} s: {errors}")
-                ok, value = pipe.recv()
-                (results if ok else errors).append(value)
-        if errors:
-            raise WorkerError("\n".join(errors))
-        return results
+            pipes, processes = [], []
+            for rank in range(world):
+                ours, theirs = self.context.Pipe()
+                process = self.context.Process(target=_rank, args=(rank, world, folder, theirs, fn, args), daemon=True)
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
+            try:
+                deadline = time.monotonic() + timeout
+                while len(results) < world:
+                    waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+                    ready = wait(waiting, timeout=max(deadline - time.monotonic(), 0))
+                    if not ready:
+                        raise WorkerError(f"of {world} ranks only {sorted(results)} answered within {timeout} s")
+                    for pipe in ready:
+                        ok, value = pipe.recv()
+                        if not ok:
+                            raise WorkerError(value)
+                        results[pipes.index(pipe)] = value
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.join()
+        return [results[rank] for rank in range(world)]
 
-    def close(self) -> None:
-        for process in self.processes:
-            process.terminate()
 
+def _rank(rank: int, world: int, folder: str, pipe: Connection, fn: Callable[..., Any], args: tuple) -> None:
+    import logging
+    import warnings
 
-def _serve(rank: int, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    while True:
-        world, store, fn, args = pipe.recv()
-        try:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-            )
-            answer = (True, fn(*args))
-        except Exception:
-            answer = (False, f"rank {rank} of {world}:\n{traceback.format_exc()}")
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        pipe.send(answer)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        )
+        answer = (True, fn(*args))
+    except Exception:
+        answer = (False, f"rank {rank} of {world}:\n{traceback.format_exc()}")
+    pipe.send(answer)
+    pipe.recv()  # Stays until the others are done: some of them may still be reading from this rank.

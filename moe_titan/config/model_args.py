@@ -65,9 +65,7 @@ def _override(args: Any, name: str, config: Config) -> str | None:
         kinds = get_type_hints(type(holder)) if dataclasses.is_dataclass(holder) else {}
         if part not in kinds:
             known = [kind for kind in kinds if not kind.startswith("_")]
-            return config.problem(
-                key, f"the model has no argument {name}{nearest_or_all(part, known) if known else ''}"
-            )
+            return config.problem(key, f"the model has no argument {name}{nearest_or_all(part, known) if known else ''}")
         target, holder = holder, getattr(holder, part)
     if dataclasses.is_dataclass(holder):
         return config.problem(key, f"is a table; write [{key}] with arguments below it")

@@ -138,9 +138,7 @@ def _unknown(name: str) -> str:
     if elsewhere := [known for known in KEYS if known.endswith(f".{leaf}")]:
         near = f"; did you mean {elsewhere[0]}?"
     elif section:
-        near = nearest_or_all(
-            leaf, [known.rpartition(".")[2] for known in _ALL_NAMES if known.startswith(f"{section}.")]
-        )
+        near = nearest_or_all(leaf, [known.rpartition(".")[2] for known in _ALL_NAMES if known.startswith(f"{section}.")])
     else:
         near = nearest_or_all(leaf, ["config", "help", *sorted(known for known in _SECTIONS if "." not in known)])
     return f"unknown key{f' in [{section}]' if section else ''}{near}"

@@ -179,9 +179,7 @@ def _check_steps(config: Config) -> Iterator[str]:
     training, schedule = config.training, config.lr_scheduler
     unit = training.local_batch_size * _dp_degree(config)
     if training.global_batch_size % unit:
-        what = (
-            f"must be a multiple of local_batch_size {training.local_batch_size} x data-parallel {_dp_degree(config)}"
-        )
+        what = f"must be a multiple of local_batch_size {training.local_batch_size} x data-parallel {_dp_degree(config)}"
         nearest = max(round(training.global_batch_size / unit), 1) * unit
         yield config.problem("training.global_batch_size", f"{what} = {unit}; use -1 or e.g. {nearest}")
     total, decay = _total_steps(config), _decay_steps(config)
@@ -196,9 +194,7 @@ def _check_steps(config: Config) -> Iterator[str]:
 
 def _check_data(config: Config) -> Iterator[str]:
     training = config.training
-    if training.dataset in ("text", "json", "parquet") and not (
-        training.dataset_path and Path(training.dataset_path).exists()
-    ):
+    if training.dataset in ("text", "json", "parquet") and not (training.dataset_path and Path(training.dataset_path).exists()):
         what = f"must be an existing file or folder for dataset {show(training.dataset)}, seen from {Path.cwd()}"
         yield config.problem("training.dataset_path", what)
     folder = Path(config.model.hf_assets_path)

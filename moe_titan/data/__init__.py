@@ -1,5 +1,6 @@
 """Text to token batches: corpora, tokenizers, packing, and a loader whose batches do not depend on the layout."""
 
+from moe_titan.data.corpora import build_source
 from moe_titan.data.loader import DataLoader, MicroBatch, build_dataloader
 from moe_titan.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
 
@@ -10,5 +11,6 @@ __all__ = [
     "MicroBatch",
     "Tokenizer",
     "build_dataloader",
+    "build_source",
     "build_tokenizer",
 ]

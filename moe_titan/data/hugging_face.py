@@ -27,8 +27,6 @@ class MappedDataset(RandomAccessSource):
                 f"training.text_key = {text_key!r}: the dataset has no such column. Set training.text_key to one of "
                 f"{dataset.column_names}."
             )
-        if not len(dataset):
-            raise ValueError("training.dataset is empty: it has no rows to train on. Choose another dataset or split.")
         self._dataset = dataset.select_columns([text_key])
         self._text_key = text_key
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_titan.data.corpora import build_source
 from moe_titan.data.packing import PackedStream
 from moe_titan.data.source import Source
 from moe_titan.data.tokenizer import Tokenizer
@@ -80,9 +79,7 @@ class DataLoader:
     def _open(self, position_G3: Tensor) -> None:
         own = {int(g): tuple(position_G3[g].tolist()) for g in self._own_MB.flat}
         dealt = self._source.deal({g: position[:2] for g, position in own.items()}, self._num_streams, self._seed)
-        self._streams = {
-            g: PackedStream(dealt[g], self._tokenizer, self._seq_len, position) for g, position in own.items()
-        }
+        self._streams = {g: PackedStream(dealt[g], self._tokenizer, self._seq_len, position) for g, position in own.items()}
         self._position_G3 = self._current_position()
 
     def _current_position(self) -> Tensor:
@@ -136,22 +133,22 @@ class DataLoader:
         self._open(position_G3)
 
 
-def build_dataloader(config: Config, tokenizer: Tokenizer, dp_rank: int, dp_degree: int, seed: int) -> DataLoader:
+def build_dataloader(config: Config, source: Source, tokenizer: Tokenizer, dp_rank: int, dp_degree: int) -> DataLoader:
     """The loader that `config.training` describes, for data rank `dp_rank` of `dp_degree`.
 
     Raises:
-        ValueError: see `build_source` and `DataLoader`.
+        ValueError: see `DataLoader`.
     """
     training, workers = config.training, config.training.dataloader
     return DataLoader(
-        build_source(training),
+        source,
         tokenizer,
         seq_len=training.seq_len,
         local_batch_size=training.local_batch_size,
         global_batch_size=training.global_batch_size,
         dp_rank=dp_rank,
         dp_degree=dp_degree,
-        seed=seed,
+        seed=config.debug.seed,
         prefetch=(workers.prefetch_factor or 2) if workers.num_workers else 0,
         pin_memory=workers.pin_memory and torch.cuda.is_available(),
     )

@@ -19,9 +19,7 @@ class PackedStream:
         position: (epoch, index of the document in the epoch, token in the document) where the next sample starts.
     """
 
-    def __init__(
-        self, documents: Iterator[Document], tokenizer: Tokenizer, seq_len: int, position: tuple[int, int, int]
-    ) -> None:
+    def __init__(self, documents: Iterator[Document], tokenizer: Tokenizer, seq_len: int, position: tuple[int, int, int]) -> None:
         self.position = position
         self._documents = documents
         self._tokenizer = tokenizer

@@ -85,6 +85,8 @@ def test_text_file_is_cut_at_line_ends(tmp_path: Path, piece_bytes: int) -> None
     *cut, last = filter(None, pieces)
     assert all(piece.endswith("\n") for piece in cut) and last.endswith("no line end")
     assert isinstance(build_source(training("text", file)), CutTextFile)
+    file.write_text("123456\n" * 5)
+    assert texts_of(CutTextFile(file, 7)) == ["123456\n"] * 5
 
 
 def test_json_lines(tmp_path: Path) -> None:
@@ -165,10 +167,10 @@ def test_loader_of_each_corpus_resumes(tmp_path: Path, kind: str) -> None:
     write_parquet(tmp_path / "a.parquet", TEXTS)
     dataloader = SimpleNamespace(num_workers=1, pin_memory=False, prefetch_factor=None)
     sizes = {"seq_len": 16, "local_batch_size": 2, "global_batch_size": 4, "dataloader": dataloader}
-    config = SimpleNamespace(training=training(kind, tmp_path, **sizes))
+    config = SimpleNamespace(training=training(kind, tmp_path, **sizes), debug=SimpleNamespace(seed=3))
 
     def loader():
-        return build_dataloader(config, ByteTokenizer(), dp_rank=0, dp_degree=1, seed=3)
+        return build_dataloader(config, build_source(config.training), ByteTokenizer(), dp_rank=0, dp_degree=1)
 
     first, second = loader(), loader()
     for _ in range(7):
@@ -222,7 +224,7 @@ def test_wrong_tables_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="training.dataset = 'me/mine'.*folder.* finds no such data"):
         build_source(training("me/mine", tmp_path / "folder"))
     write_json_lines(tmp_path / "folder" / "a.jsonl", TEXTS)
-    with pytest.raises(ValueError, match="training.dataset is empty"):
+    with pytest.raises(ValueError, match="dataset_split = 'train.:0.'.*no data"):
         build_source(training("me/mine", tmp_path / "folder", dataset_split="train[:0]"))
     with pytest.raises(ValueError, match="training.text_key = 'body'.* one of .'id', 'text'"):
         build_source(training("me/mine", tmp_path / "folder", text_key="body"))

@@ -1,0 +1,201 @@
+"""Saving and resuming a run with torch.distributed.checkpoint, under the keys of torchtitan 0.2.2.
+
+Every tensor is saved with its place in the whole, so that any layout loads what any other saved. Optimizer state lies under
+``optimizer.state.<parameter>.<moment>``; fused expert weights appear as the two parameters they hold.
+"""
+
+import io
+import logging
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from moe_titan.data import DataLoader
+from moe_titan.engine import Engine
+from parallelisms.sharding_plan import logical_tensors
+
+if TYPE_CHECKING:
+    from moe_titan.config import Config
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that was asked for cannot be loaded; the message says which and why."""
+
+
+class Found(NamedTuple):
+    """A checkpoint to start from, wholly or with its model alone."""
+
+    path: Path
+    model_only: bool
+
+
+def find_checkpoint(config: "Config") -> Found | None:
+    """The newest complete checkpoint of the run (or ``load_step``), else ``initial_load_path``, else None.
+
+    Raises:
+        CheckpointError: what was asked for is not there.
+    """
+    settings, folder = config.checkpoint, _folder(config)
+    steps, wanted = complete_steps(folder), settings.load_step
+    if wanted != -1 and wanted not in steps:
+        raise CheckpointError(
+            f"checkpoint.load_step = {wanted}: {folder} holds the steps {sorted(steps) or 'none'}; "
+            "name one of them, or -1 for the newest"
+        )
+    if steps:
+        return Found(folder / f"step-{max(steps) if wanted == -1 else wanted}", model_only=False)
+    if settings.initial_load_path is None:
+        return None
+    path = Path(settings.initial_load_path)
+    if not (path / ".metadata").exists():
+        raise CheckpointError(
+            f"checkpoint.initial_load_path = {path}: no complete checkpoint is there (no .metadata); "
+            "give the folder of one step, such as outputs/checkpoint/step-1000"
+        )
+    return Found(path, settings.initial_load_model_only)
+
+
+def complete_steps(folder: Path) -> set[int]:
+    """Steps of which the folder holds a complete checkpoint."""
+    found = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in folder.glob("step-*/.metadata"))
+    return {int(match[1]) for match in found if match}
+
+
+def _folder(config: "Config") -> Path:
+    return Path(config.job.dump_folder) / config.checkpoint.folder
+
+
+class Checkpointer:
+    """Saves and loads all of a run's state: model, optimizer, schedule, position in the data, random numbers.
+
+    A checkpoint is complete once its ``.metadata`` exists, which is written last; incomplete ones are never loaded.
+
+    Args:
+        config: of it the section ``checkpoint`` and the optimizer's settings, which are saved for torchtitan.
+    """
+
+    def __init__(self, config: "Config", engine: Engine, data: DataLoader):
+        self.config, self.settings, self.engine, self.data = config, config.checkpoint, engine, data
+        self.folder = _folder(config)
+
+    def save(self, step: int, tokens: int, last: bool = False) -> None:
+        """Writes ``step-N``, then removes the oldest beyond ``keep_latest_k``."""
+        target = self.folder / f"step-{step}"
+        if last and self.settings.last_save_model_only:
+            state = self._model_state(DTYPES[self.settings.export_dtype])
+        else:
+            state = self._model_state() | self._run_state(step, tokens)
+        dcp.save(state, checkpoint_id=target)
+        logger.info("saved %s", target)
+        if dist.get_rank() == 0 and self.settings.keep_latest_k:
+            for old in sorted(complete_steps(self.folder))[: -self.settings.keep_latest_k]:
+                shutil.rmtree(self.folder / f"step-{old}")
+
+    def load(self, found: "Found") -> tuple[int, int]:
+        """Loads a checkpoint; returns the step and the number of tokens trained so far, (0, 0) for a model alone.
+
+        Raises:
+            CheckpointError: it lacks state that this run needs; nothing has been changed.
+        """
+        path, model_only = found
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        state = self._model_state()
+        if not model_only and "train_state.step" not in saved:
+            logger.info("%s holds a model alone: its optimizer and schedule start afresh", path)
+            model_only = True
+        if not model_only:
+            excluded = tuple(f"{part}." for part in self.settings.exclude_from_loading)
+            run_state = self._run_state(0, 0)
+            state |= {key: value for key, value in run_state.items() if not excluded or not key.startswith(excluded)}
+            state = {key: value for key, value in state.items() if key in saved or not key.startswith("rng.")}
+        if missing := sorted(key for key in state if key not in saved):
+            raise CheckpointError(
+                f"{path} lacks {len(missing)} of the state that this run needs, first {missing[0]}; "
+                "check model.name, model.flavor and model.overrides, or exclude a part with checkpoint.exclude_from_loading"
+            )
+        dcp.load(state, checkpoint_id=path)
+        for name, buffer in self._buffers():
+            buffer.copy_(state[name])
+        if model_only:
+            return 0, 0
+        self._restore(state)
+        logger.info("resumed from %s", path)
+        return int(state.get("train_state.step", 0)), int(state.get("train_state.ntokens_seen", 0))
+
+    def _model_state(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        parameters = {name: p.detach() for name, p in self.engine.model.named_parameters()}
+        if dtype is not None:
+            parameters = {name: p.to(dtype) for name, p in parameters.items()}
+        state = {logical: part for name, p in parameters.items() for logical, part in logical_tensors(name, p)}
+        return state | {name: buffer.clone() for name, buffer in self._buffers()}
+
+    def _run_state(self, step: int, tokens: int) -> dict[str, Any]:
+        optimizer = self.engine.optimizer
+        state: dict[str, Any] = {}
+        for name, moment, tensor in optimizer.moments():
+            for logical, part in logical_tensors(name, tensor):
+                state[f"optimizer.state.{logical}.{moment}"] = part
+        group = {key: value for key, value in optimizer.adam.param_groups[0].items() if key != "params"}
+        group["initial_lr"] = self.config.optimizer.lr
+        for name, count in optimizer.step_counts():
+            for logical, _ in logical_tensors(name, optimizer.parameters[name]):
+                state[f"optimizer.state.{logical}.step"] = count.cpu().clone()
+                state |= {f"optimizer.param_groups.{logical}.{key}": value for key, value in group.items()}
+        return state | {
+            "lr_scheduler.last_epoch": step,
+            "train_state.step": torch.tensor(step, dtype=torch.int32),
+            "train_state.ntokens_seen": torch.tensor(tokens, dtype=torch.int64),
+            "dataloader.position": self._data_position(),
+            f"rng.rank_{dist.get_rank()}": _random_state(self.engine.device),
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """What :func:`dcp.load` cannot write in place. Moments and parameters have been."""
+        for name, count in self.engine.optimizer.step_counts():
+            logical, _ = next(iter(logical_tensors(name, self.engine.optimizer.parameters[name])))
+            if (key := f"optimizer.state.{logical}.step") in state:
+                count.copy_(state[key])
+        if "dataloader.position" in state:
+            self.data.load_state_dict({"position": state["dataloader.position"]})
+        if (key := f"rng.rank_{dist.get_rank()}") in state:
+            _set_random_state(state[key], self.engine.device)
+
+    def _data_position(self) -> Tensor:
+        """Where every stream of the global batch stands, put together from the data ranks."""
+        position = self.data.state_dict()["position"].to(self.engine.device)
+        if self.engine.mesh.data_group is not None:
+            dist.all_reduce(position, group=self.engine.mesh.data_group)
+        return position.cpu()
+
+    def _buffers(self) -> Iterable[tuple[str, Tensor]]:
+        model = self.engine.model
+        persistent = model.state_dict().keys()
+        return [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
+
+
+def _random_state(device: torch.device) -> io.BytesIO:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer
+
+
+def _set_random_state(buffer: io.BytesIO, device: torch.device) -> None:
+    buffer.seek(0)
+    state = torch.load(buffer, weights_only=True)
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,43 @@
+"""Everything that a user gives a run, read and checked before any process group starts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchtitan.protocols.model import BaseModelArgs
+
+from moe_titan.checkpoint import Found, find_checkpoint
+from moe_titan.config import Config, ConfigError, build_model_args, load_config
+from moe_titan.data import Tokenizer, build_source, build_tokenizer
+from moe_titan.data.source import Source
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """``checkpoint``: what to start from, None for a fresh start."""
+
+    config: Config
+    model_args: BaseModelArgs
+    tokenizer: Tokenizer
+    source: Source
+    checkpoint: Found | None
+
+
+def read_inputs(argv: Sequence[str], world_size: int) -> Inputs:
+    """Reads configuration, tokenizer and corpus, and finds the checkpoint to start from.
+
+    Raises:
+        ConfigError: any of them is missing or does not fit; the message says what to change.
+    """
+    config = load_config(argv, world_size)
+    args = build_model_args(config)
+    try:
+        tokenizer, source = build_tokenizer(config), build_source(config.training)
+        checkpoint = find_checkpoint(config) if config.checkpoint.enable else None
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if tokenizer.vocab_size > args.vocab_size:
+        raise ConfigError(
+            f"model.overrides.vocab_size: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model embeds only "
+            f"{args.vocab_size}; set it to at least {tokenizer.vocab_size}, or choose another tokenizer"
+        )
+    return Inputs(config, args, tokenizer, source, checkpoint)

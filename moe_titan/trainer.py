@@ -1,0 +1,251 @@
+"""A training run from its configuration: process group, data, engine, checkpoints and reports."""
+
+import gc
+import logging
+import os
+import time
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_titan.checkpoint import Checkpointer
+from moe_titan.config import Config, to_toml
+from moe_titan.data import MicroBatch, build_dataloader
+from moe_titan.engine import Engine, StepResult, TrainOptions
+from moe_titan.flops import num_parameters, train_flops_per_token
+from moe_titan.inputs import Inputs
+from moe_titan.log import setup_logging
+from moe_titan.lr_schedule import lr_factor
+from moe_titan.metrics import MetricsLogger
+from parallelisms.folded_mesh import FoldedMesh, Layout
+from parallelisms.parallelize import ParallelOptions
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Trainer:
+    """Holds a run's parts and drives them. Constructing it starts the process group; :meth:`close` ends it."""
+
+    def __init__(self, inputs: Inputs):
+        self.config = config = inputs.config
+        self.device = _start_processes(config)
+        setup_logging(config.job.dump_folder, dist.get_rank())
+        self._set_determinism()
+        args = inputs.model_args
+        layout = _layout(config)
+        self.mesh = FoldedMesh(layout, self.device.type)
+        self.data = build_dataloader(config, inputs.source, inputs.tokenizer, self.mesh.data_rank, layout.dp)
+        self.engine = Engine(
+            config.model.name,
+            args,
+            self.mesh,
+            self.device,
+            _train_options(config, inputs.tokenizer.eos_id),
+            _parallel_options(config),
+        )
+        self.checkpointer = Checkpointer(config, self.engine, self.data) if config.checkpoint.enable else None
+        self.step, self.tokens = 0, 0
+        if self.checkpointer is not None and inputs.checkpoint is not None:
+            self.step, self.tokens = self.checkpointer.load(inputs.checkpoint)
+        self.metrics = MetricsLogger(
+            config,
+            dist.get_rank(),
+            train_flops_per_token(args, config.training.seq_len),
+            self.device,
+            config.training.steps,
+            first_step=self.step + 1,
+        )
+        self._describe()
+
+    def train(self) -> None:
+        """Trains up to ``training.steps``, from wherever the run stands.
+
+        Raises:
+            NonFiniteGradient: naming step, rank and parameter; the last checkpoint is as it was.
+        """
+        steps = self.config.training.steps
+        gc.collect()
+        gc.disable()  # Left to itself, Python collects on each rank at another moment, and every rank waits for each.
+        seconds = data_seconds = 0.0
+        since = 0
+        with self._profiler() as profiler:
+            while self.step < steps:
+                begin = time.perf_counter()
+                batches = self.data.next_step()
+                data_seconds += time.perf_counter() - begin
+                lr = self.config.optimizer.lr * self._lr_factor(self.step)
+                result = self._take_step(batches, lr)
+                self.step += 1
+                self.tokens += result.tokens
+                seconds += time.perf_counter() - begin
+                since += 1
+                if self.metrics.should_log(self.step):
+                    self._log(result, lr, seconds / since, data_seconds / since)
+                    seconds = data_seconds = 0.0
+                    since = 0
+                if self.step % self.config.training.gc_freq == 0:
+                    gc.collect(1)
+                if self.step == 1:
+                    _set_timeout(self.config.comm.train_timeout_seconds)
+                self._save_if_due()
+                if profiler is not None:
+                    profiler.step()
+        logger.info("training ends at step %d after %d tokens", self.step, self.tokens)
+
+    def close(self) -> None:
+        self.metrics.close()
+        dist.destroy_process_group()
+
+    def _take_step(self, batches: list[MicroBatch], lr: float) -> StepResult:
+        try:
+            return self.engine.step(batches, lr)
+        except RuntimeError as error:
+            error.add_note(f"in step {self.step + 1} on rank {dist.get_rank()}")
+            raise
+
+    def _save_if_due(self) -> None:
+        settings, last = self.config.checkpoint, self.step == self.config.training.steps
+        if self.checkpointer is None or settings.load_only:
+            return
+        first = self.step == 1 and settings.enable_first_step_checkpoint
+        if last or first or self.step % settings.interval == 0:
+            self.checkpointer.save(self.step, self.tokens, last=last)
+
+    def _lr_factor(self, step: int) -> float:
+        schedule = self.config.lr_scheduler
+        return lr_factor(
+            step,
+            total_steps=schedule.total_steps or self.config.training.steps,
+            warmup_steps=schedule.warmup_steps,
+            decay_ratio=schedule.decay_ratio,
+            decay_type=schedule.decay_type,
+            min_lr_factor=schedule.min_lr_factor,
+        )
+
+    def _log(self, result: StepResult, lr: float, seconds: float, data_seconds: float) -> None:
+        self.metrics.log(
+            self.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            tokens=self.tokens,
+            step_tokens_per_rank=result.tokens / dist.get_world_size(),
+            step_seconds=seconds,
+            data_seconds=data_seconds,
+            expert_load=result.expert_load,
+            extra=None if result.balance_loss is None else {"balance_loss": result.balance_loss},
+        )
+
+    def _profiler(self) -> AbstractContextManager[Any]:
+        settings = self.config.profiling
+        if not settings.enable_profiling:
+            return nullcontext()
+        folder = Path(self.config.job.dump_folder) / settings.save_traces_folder
+        folder.mkdir(parents=True, exist_ok=True)
+        idle = max(settings.profile_freq - settings.profiler_warmup - settings.profiler_active, 0)
+        return torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=idle, warmup=settings.profiler_warmup, active=settings.profiler_active),
+            on_trace_ready=lambda trace: trace.export_chrome_trace(
+                str(folder / f"rank{dist.get_rank()}_step{self.step}.json.gz")
+            ),
+        )
+
+    def _set_determinism(self) -> None:
+        debug = self.config.debug
+        torch.manual_seed(debug.seed)
+        if debug.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
+
+    def _describe(self) -> None:
+        if dist.get_rank():
+            return
+        resolved = to_toml(self.config)
+        (Path(self.config.job.dump_folder) / "config.toml").write_text(resolved)
+        if self.config.job.print_config:
+            logger.info("configuration:\n%s", resolved)
+        logger.info(
+            "%s: %s %s, %.3g parameters, %s on %d x %s, from step %d",
+            self.config.job.description,
+            self.config.model.name,
+            self.config.model.flavor,
+            num_parameters(self.engine.model),
+            self.mesh.layout,
+            dist.get_world_size(),
+            self.device.type,
+            self.step,
+        )
+
+
+def _start_processes(config: Config) -> torch.device:
+    """Starts the default process group; a process that no launcher started is a world of its own."""
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }.items():
+        os.environ.setdefault(name, value)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=config.comm.init_timeout_seconds),
+    )
+    return device
+
+
+def _set_timeout(seconds: int) -> None:
+    """A tighter bound on collectives once everything has been compiled and connected."""
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def _layout(config: Config) -> Layout:
+    degrees = config.parallelism
+    return Layout(
+        pp=degrees.pipeline_parallel_degree,
+        dp_replicate=degrees.data_parallel_replicate_degree,
+        dp_shard=degrees.data_parallel_shard_degree,
+        cp=degrees.context_parallel_degree,
+        tp=degrees.tensor_parallel_degree,
+        ep=degrees.expert_parallel_degree,
+        etp=degrees.expert_tensor_parallel_degree,
+    )
+
+
+def _train_options(config: Config, eos_id: int) -> TrainOptions:
+    return TrainOptions(
+        seed=config.debug.seed,
+        master_dtype=DTYPES[config.training.dtype],
+        betas=(config.optimizer.beta1, config.optimizer.beta2),
+        eps=config.optimizer.eps,
+        weight_decay=config.optimizer.weight_decay,
+        max_norm=config.training.max_norm,
+        implementation=config.optimizer.implementation,
+        sequence_balance_coeff=config.moe.sequence_balance_loss_coeff,
+        batch_balance_coeff=config.moe.batch_balance_loss_coeff,
+        eos_id=eos_id,
+    )
+
+
+def _parallel_options(config: Config) -> ParallelOptions:
+    recompute, compiling = config.activation_checkpoint, config.compile
+    return ParallelOptions(
+        dispatcher=config.moe.dispatcher,
+        param_dtype=DTYPES[config.training.mixed_precision_param],
+        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward != "never",
+        loss_parallel=not config.parallelism.disable_loss_parallel,
+        recompute=recompute.mode,
+        recompute_option=recompute.selective_ac_option,
+        compile_backend=compiling.backend if compiling.enable and "model" in compiling.components else None,
+    )

@@ -1,0 +1,33 @@
+"""Entry point: ``torchrun ... train.py --config FILE.toml [--section.key value ...]``; see ``--help``."""
+
+import os
+import sys
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from moe_titan.startup import check_kernels_package
+
+WRONG_INPUT = 2
+
+
+@record
+def main() -> int:
+    check_kernels_package()
+    from moe_titan.checkpoint import CheckpointError
+    from moe_titan.config import ConfigError
+    from moe_titan.inputs import read_inputs
+    from moe_titan.trainer import Trainer
+
+    try:
+        trainer = Trainer(read_inputs(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1"))))
+    except (ConfigError, CheckpointError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr)
+        return WRONG_INPUT
+    trainer.train()
+    trainer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
