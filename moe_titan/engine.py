@@ -128,9 +128,9 @@ class Engine:
         return loss.item()
 
     def count_trained(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Trained tokens of the global batch: the one number that losses are divided by. fp32 scalar on the device."""
+        """Trained tokens of the global batch: the one number that losses are divided by. fp64 scalar on the device."""
         count = sum(int((batch.labels_BS != IGNORED).sum()) for batch in micro_batches)
-        total = torch.tensor(float(count), device=self.device)
+        total = torch.tensor(float(count), dtype=torch.float64, device=self.device)
         if self.mesh.data_group is not None:
             dist.all_reduce(total, group=self.mesh.data_group)
         return total

@@ -3,7 +3,12 @@
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
-from torchtitan.models.attention import get_causal_mask_mod, get_document_mask_mod
+from torchtitan.models.attention import (
+    create_attention_mask,
+    create_varlen_metadata_for_document,
+    get_causal_mask_mod,
+    get_document_mask_mod,
+)
 from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.models.qwen3.model.model import Qwen3Model
@@ -43,11 +48,9 @@ def attention_masks(args: BaseModelArgs, tokens_BS: torch.Tensor, eos_id: int):
             if args.attn_mask_type == "block_causal":
                 mods.append(get_document_mask_mod(tokens_BS, eos_id))
             batch = tokens_BS.shape[0] if len(mods) > 1 else 1
-            make = torch.compile(create_block_mask) if tokens_BS.is_cuda else create_block_mask
+            make = create_attention_mask if tokens_BS.is_cuda else create_block_mask
             return make(and_masks(*mods), batch, None, tokens_BS.shape[1], tokens_BS.shape[1], device=tokens_BS.device)
         case "varlen":
-            from torchtitan.models.attention import create_varlen_metadata_for_document
-
             return create_varlen_metadata_for_document(tokens_BS, eos_id)
         case _:
             return None

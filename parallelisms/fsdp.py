@@ -1,5 +1,7 @@
 """FSDP2 and HSDP for dense and expert parameters, each over its own data ranks."""
 
+import warnings
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -7,6 +9,9 @@ from torch.distributed.tensor import Shard
 
 from parallelisms.folded_mesh import FoldedMesh
 from parallelisms.sharding_plan import ShardingPlan
+
+# The embedding's output may be a view of a collective's buffer; no model here writes into it.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def apply_fsdp(

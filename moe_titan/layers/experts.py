@@ -24,10 +24,9 @@ class GroupedExperts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
 
     def init_weights(self, init_std: float) -> None:
-        w1_EFD, w3_EFD = self.w13.unbind(1)
-        trunc_normal_(w1_EFD, std=0.02)
+        trunc_normal_(self.w13.select(1, 0), std=0.02)
         trunc_normal_(self.w2, std=init_std)
-        trunc_normal_(w3_EFD, std=init_std)
+        trunc_normal_(self.w13.select(1, 1), std=init_std)
 
     def forward(self, routed: RoutedTokens) -> Tensor:
         """Outputs [R, D] of the local experts, each times its routing weight; rows past the last offset are unspecified."""
