@@ -1,0 +1,42 @@
+"""What a measurement was made with: commit, hardware, versions."""
+
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+_PACKAGES = ("torch", "triton", "torchtitan", "torchao", "datasets", "transformers")
+
+
+def commit() -> str:
+    """The checked-out commit, marked where files differ from it; "unknown" outside of a git checkout."""
+    return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty") or "unknown"
+
+
+def hardware() -> list[str]:
+    """One line per GPU as nvidia-smi names it, else the processor. Starts no CUDA context, which would take memory."""
+    gpus = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    return gpus.splitlines() if gpus else [platform.processor() or platform.machine()]
+
+
+def versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0], "cuda": torch.version.cuda or "none"}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    if torch.version.cuda:
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _output(*command: str) -> str:
+    """What a command prints; nothing where it fails or does not exist."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

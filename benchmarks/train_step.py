@@ -1,0 +1,262 @@
+"""Training steps of moe_titan beside stock torchtitan 0.2.2: same machine, shape, text and settings, natural routing.
+
+python benchmarks/train_step.py --shape A|B [--gpus 2] [--runs ours,torchtitan,...] [-- --section.key value ...]
+
+Shape A is train_configs/qwen3_30b_a3b_12l.toml, shape B train_configs/deepseek_v3_16b_12l.toml; on one GPU both have 4
+layers. A run is `ours` or `torchtitan`, with the experts spread over all GPUs, or, with the suffix `-ep1`, over none;
+`-tp2` makes attention tensor parallel over pairs of the GPUs that the experts are spread over, at the same global
+batch. What follows `--` goes to our runs alone. Results are printed and written to OUT/train_step.json.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a script, which need not be installed
+
+from benchmarks import environment
+from benchmarks.torchtitan_run import parse_log, torchtitan_toml, write_corpus
+from benchmarks.trace_summary import summarize
+from moe_titan.config import Config, ConfigError, build_model_args, load_config
+from moe_titan.flops import peak_flops, train_flops_per_token
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPES = {"A": "train_configs/qwen3_30b_a3b_12l.toml", "B": "train_configs/deepseek_v3_16b_12l.toml"}
+RUNS = [engine + layout for engine in ("ours", "torchtitan") for layout in ("", "-tp2", "-ep1")]
+WARMUP_STEPS = 10
+LOG_FREQ = 5  # a logged throughput is the mean over so many steps
+PROFILER = {"profiler_warmup": LOG_FREQ - 2, "profiler_active": 2}  # the last window, which is then not timed
+LOSS_STEPS = (1, 10, 25, 50)
+
+Steps = list[dict[str, float]]  # logged steps: step, loss, tokens_per_second (per GPU), ...
+
+
+@dataclass
+class Result:
+    """What one run gave; without numbers where it failed."""
+
+    run: str
+    command: str
+    seconds: float
+    error: str | None = None
+    tokens_per_second: float | None = None  # per GPU, median over the timed windows of steps
+    tflops: float | None = None  # per GPU, by our count of model FLOPs for every run
+    mfu: float | None = None
+    memory_allocated_gib: float | None = None  # rank 0's peak of torch.cuda.max_memory_allocated
+    memory_reserved_gib: float | None = None  # torchtitan's own figure: what torch's allocator held at most
+    steps: Steps = field(default_factory=list)
+
+
+def our_flags(run: str, options: argparse.Namespace) -> list[str]:
+    """The command line of one of our runs; a torchtitan run gets the same settings from the same flags."""
+    engine, _, layout = run.partition("-")
+    flags = {
+        "config": SHAPES[options.shape],
+        "job.dump_folder": options.out / run,
+        "training.steps": options.steps,
+        "metrics.log_freq": LOG_FREQ,
+        "parallelism.expert_parallel_degree": 1 if layout == "ep1" else options.gpus,
+    }
+    if layout == "tp2":  # half as many data ranks, each with twice the sequences
+        flags |= {"parallelism.tensor_parallel_degree": 2, "training.local_batch_size": 8}
+    if options.gpus == 1:
+        flags["model.overrides.n_layers"] = 4
+    if options.profile:
+        flags |= {"profiling.enable_profiling": "true", "profiling.profile_freq": options.steps}
+        flags |= {f"profiling.{key}": steps for key, steps in PROFILER.items()}
+    spelled = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    return spelled + (options.flags if engine == "ours" else [])
+
+
+def train(run: str, flags: list[str], config: Config, options: argparse.Namespace) -> Result:
+    """One run in processes of its own, and what it left."""
+    folder = options.out / run
+    folder.mkdir(parents=True, exist_ok=True)
+    ours = run.startswith("ours")
+    if ours:
+        program = ["train.py", *flags]
+    else:
+        corpus, settings = options.out / "corpus", folder / "torchtitan.toml"
+        write_corpus(corpus, config.debug.seed)
+        settings.write_text(torchtitan_toml(config, corpus))
+        program = ["benchmarks/peer_torchtitan.py", "--job.config_file", str(settings)]
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node={options.gpus} --role rank --tee 3".split()
+    command = [sys.executable, *launcher, *program]
+    begin = time.monotonic()
+    error = launch(command, folder / "log.txt", options.timeout)
+    result = Result(run, shlex.join(command), time.monotonic() - begin, error)
+    if error is None:
+        steps, allocated = our_steps(folder) if ours else parse_log((folder / "log.txt").read_text())
+        result.steps, result.memory_allocated_gib = steps, allocated
+        if not ours:
+            result.memory_reserved_gib = steps[-1]["memory_reserved_gib"]
+        add_throughput(result, config, options)
+    return result
+
+
+def launch(command: list[str], log: Path, timeout: float) -> str | None:
+    """Run a command from the checkout with its output in `log`. Returns what went wrong, if anything did."""
+    variables = {
+        # As torchtitan's own start script sets it, for both.
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(log.parents[1] / "huggingface"),
+    }
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | variables)
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its workers, which are in sessions of their own
+            process.wait()
+            return f"not done after {timeout:.0f} s; {log} ends with\n{tail(log)}"
+    return f"exit code {status}; {log} ends with\n{tail(log)}" if status else None
+
+
+def tail(log: Path, lines: int = 40) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def our_steps(folder: Path) -> tuple[Steps, float]:
+    """The steps of metrics.jsonl, and the peak of allocated memory in GiB."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    keys = ("step", "loss", "grad_norm", "tokens_per_second", "step_ms", "data_ms")
+    return [{key: float(record[key]) for key in keys} for record in records], records[-1]["memory_gib"]
+
+
+def add_throughput(result: Result, config: Config, options: argparse.Namespace) -> None:
+    last = options.steps - (LOG_FREQ if options.profile else 0)
+    result.tokens_per_second = statistics.median(
+        step["tokens_per_second"] for step in result.steps if WARMUP_STEPS < step["step"] <= last
+    )
+    flops = result.tokens_per_second * train_flops_per_token(build_model_args(config), config.training.seq_len)
+    result.tflops = flops / 1e12
+    peak = peak_flops(environment.hardware()[0])
+    result.mfu = flops / peak if peak else None
+
+
+def table(results: list[Result]) -> str:
+    """The results as text, a row per run."""
+    peer = next((result.tokens_per_second for result in results if result.run == "torchtitan"), None)
+    head = ["run", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "memory GiB", "x torchtitan"]
+    rows = [head + [f"loss@{step}" for step in LOSS_STEPS]]
+    for result in results:
+        speed = result.tokens_per_second
+        losses = {step["step"]: step["loss"] for step in result.steps}
+        rows.append(
+            [
+                result.run,
+                shown(speed, ",.0f"),
+                shown(result.tflops, ".1f"),
+                shown(result.mfu, ".1%"),
+                shown(result.memory_allocated_gib, ".1f"),
+                shown(speed / peer if speed and peer else None, ".3f"),
+                *(shown(losses.get(step), ".4f") for step in LOSS_STEPS),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    )
+
+
+def shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def loss_differences(results: list[Result]) -> dict[str, float]:
+    """By other layout of ours, the largest relative difference of a logged loss to that of the first layout."""
+    ours = [result for result in results if result.run.startswith("ours") and result.steps]
+    return {
+        f"{other.run} to {ours[0].run}": max(
+            abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(other.steps, ours[0].steps, strict=True)
+        )
+        for other in ours[1:]
+    }
+
+
+def trace_report(folder: Path) -> str:
+    """Kernel times of the newest trace of rank 0 in a run's folder."""
+    traces = sorted(folder.rglob("*rank0*.json*"), key=lambda path: path.stat().st_mtime)
+    if not traces:
+        return f"{folder.name}: no trace"
+    try:
+        return f"{folder.name}: {traces[-1]}\n{summarize(traces[-1])}"
+    except ValueError as error:  # a run without GPUs
+        return str(error)
+
+
+def parse_options(argv: list[str]) -> argparse.Namespace:
+    split = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--runs", default="ours,torchtitan", help=f"drawn from {', '.join(RUNS)}; one after the other")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--timeout", type=float, default=270, help="seconds for a run")
+    parser.add_argument("--profile", action="store_true", help="trace the last 2 steps and sum up their kernels")
+    parser.add_argument("--out", type=Path, help="folder for logs and results")
+    parser.add_argument("--commit", default=environment.commit(), help="where the folder is no git checkout")
+    options = parser.parse_args(argv[:split])
+    options.flags = argv[split + 1 :]
+    options.runs = options.runs.split(",")
+    options.out = (options.out or ROOT / f"outputs/benchmarks/train_step_{options.shape}").absolute()
+    if unknown := set(options.runs) - set(RUNS):
+        parser.error(f"--runs: unknown {', '.join(unknown)}; choose from {', '.join(RUNS)}")
+    if len(set(options.runs)) < len(options.runs):
+        parser.error("--runs: name each run once")
+    if options.steps < (least := WARMUP_STEPS + 2 * LOG_FREQ) or options.steps % LOG_FREQ:
+        parser.error(f"--steps: {options.steps} must be a multiple of {LOG_FREQ} and at least {least}")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    options = parse_options(argv)
+    os.chdir(ROOT)  # the configurations' paths start there
+    try:
+        flags = {run: our_flags(run, options) for run in options.runs}
+        configs = {run: load_config(flags[run], options.gpus) for run in options.runs}
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "benchmarks/train_step.py", *argv]),
+        "commit": options.commit,
+        "hardware": environment.hardware(),
+        "versions": environment.versions(),
+        "shape": SHAPES[options.shape],
+    }
+    results = []
+    for run, config in configs.items():
+        print(f"{run}: running", flush=True)
+        results.append(result := train(run, flags[run], config, options))
+        outcome = f"failed: {result.error}" if result.error else f"{result.tokens_per_second:,.0f} tokens/s/GPU"
+        print(f"{run}: {outcome} ({result.seconds:.0f} s)", flush=True)
+        report["results"], report["loss_differences"] = [asdict(each) for each in results], loss_differences(results)
+        (options.out / "train_step.json").write_text(json.dumps(report, indent=1) + "\n")
+    if options.profile:
+        for run in options.runs:
+            print(f"\n{trace_report(options.out / run)}")
+    print(f"\n{report['command']}\ncommit {options.commit}\n{', '.join(report['hardware'])}\n{report['versions']}\n")
+    print(table(results))
+    print(
+        f"Throughput: median over windows of {LOG_FREQ} steps after step {WARMUP_STEPS}. Memory: peak allocated by torch "
+        "on rank 0. TFLOP/s and MFU: model FLOPs, causal attention halved."
+    )
+    for pair, difference in report["loss_differences"].items():
+        print(f"largest relative difference of a logged loss, {pair}: {difference:.2e}")
+    return int(any(result.error for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
