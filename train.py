@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -21,8 +22,10 @@ def main() -> int:
     try:
         trainer = Trainer(read_inputs(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1"))))
     except (ConfigError, CheckpointError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(error, file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # A launcher ends all processes of a machine once one has ended: the first is to say what is wrong, and only once.
+            time.sleep(5)
+        print(error, file=sys.stderr)
         return WRONG_INPUT
     trainer.train()
     trainer.close()

@@ -53,6 +53,24 @@ def _block(D: int) -> int:
     return min(triton.next_power_of_2(D), 2048)
 
 
+def _launch_gather_rows(x_TD: Tensor, token_R: Tensor) -> Tensor:
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    R, D = token_R.shape[0], x_TD.shape[1]
+    rows_RD = x_TD.new_empty(R, D)
+    if rows_RD.numel():
+        _gather_rows_kernel[(R,)](x_TD, token_R.contiguous(), rows_RD, D, x_TD.stride(0), BLOCK_D=_block(D), num_warps=4)
+    return rows_RD
+
+
+def _launch_gather_sum(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
+    rows_RD = rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous()
+    (T, K), D = row_TK.shape, rows_RD.shape[1]
+    y_TD = rows_RD.new_empty(T, D)
+    if y_TD.numel():
+        _gather_sum_kernel[(T,)](rows_RD, row_TK.contiguous(), y_TD, D, rows_RD.stride(0), K=K, BLOCK_D=_block(D), num_warps=4)
+    return y_TD
+
+
 @torch.library.custom_op("moe_titan::gather_rows", mutates_args=())
 def gather_rows(x_TD: Tensor, token_R: Tensor) -> Tensor:
     """Rows of x in the order of an index.
@@ -65,14 +83,7 @@ def gather_rows(x_TD: Tensor, token_R: Tensor) -> Tensor:
     """
     if not x_TD.is_cuda or x_TD.dtype == torch.float64:
         return gather_rows_reference(x_TD, token_R)
-    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    rows_RD = x_TD.new_empty(token_R.shape[0], x_TD.shape[1])
-    if rows_RD.numel():
-        D = x_TD.shape[1]
-        _gather_rows_kernel[(token_R.shape[0],)](
-            x_TD, token_R.contiguous(), rows_RD, D, x_TD.stride(0), BLOCK_D=_block(D), num_warps=4
-        )
-    return rows_RD
+    return _launch_gather_rows(x_TD, token_R)
 
 
 @gather_rows.register_fake
@@ -131,7 +142,7 @@ class _Unpermute(torch.autograd.Function):
 
 
 def permute(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
-    """Copies tokens into rows: ``rows[r] = x[token_R[r]]``. ``row_TK`` lists, for each token, the rows that hold it (-1: none)."""
+    """Copies tokens into rows: ``rows[r] = x[token_R[r]]``. ``row_TK`` lists each token's rows (-1: none)."""
     return _Permute.apply(x_TD, token_R, row_TK)
 
 

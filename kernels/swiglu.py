@@ -92,19 +92,7 @@ def _block(F: int) -> int:
     return min(triton.next_power_of_2(F), 1024)
 
 
-@torch.library.custom_op("moe_titan::weighted_swiglu", mutates_args=())
-def weighted_swiglu(gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> Tensor:
-    """``weights * silu(gate) * up``; rows from ``num_rows`` on are zero whatever the input holds there.
-
-    Args:
-        gate_up_R2F: [R, 2, F] contiguous; gate then up.
-        weights_R: [R] routing weights, fp32.
-        num_rows: 0-d or one-element integer tensor on the device, the rows that hold data.
-    Returns:
-        [R, F] in the dtype of ``gate_up_R2F``; computed in fp32.
-    """
-    if not gate_up_R2F.is_cuda or gate_up_R2F.dtype == torch.float64:
-        return weighted_swiglu_reference(gate_up_R2F, weights_R, num_rows)
+def _launch_forward(gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> Tensor:
     R, _, F = gate_up_R2F.shape
     act_RF = gate_up_R2F.new_empty(R, F)
     if act_RF.numel():
@@ -112,23 +100,7 @@ def weighted_swiglu(gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) ->
     return act_RF
 
 
-@weighted_swiglu.register_fake
-def _(gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> Tensor:
-    R, _, F = gate_up_R2F.shape
-    return gate_up_R2F.new_empty(R, F)
-
-
-@torch.library.custom_op("moe_titan::weighted_swiglu_backward", mutates_args=())
-def weighted_swiglu_backward(
-    grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of :func:`weighted_swiglu`, and the activation again for the down projection's weight gradient.
-
-    Returns:
-        grad_gate_up [R, 2, F], grad_weights [R] (fp32), activation [R, F]; all zero from row ``num_rows`` on.
-    """
-    if not gate_up_R2F.is_cuda or gate_up_R2F.dtype == torch.float64:
-        return weighted_swiglu_backward_reference(grad_RF, gate_up_R2F, weights_R, num_rows)
+def _launch_backward(grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     R, _, F = gate_up_R2F.shape
     grad_RF = grad_RF.contiguous()
     grad_gate_up_R2F = torch.empty_like(gate_up_R2F)
@@ -148,6 +120,42 @@ def weighted_swiglu_backward(
             num_warps=4,
         )
     return grad_gate_up_R2F, grad_weights_R, act_RF
+
+
+@torch.library.custom_op("moe_titan::weighted_swiglu", mutates_args=())
+def weighted_swiglu(gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> Tensor:
+    """``weights * silu(gate) * up``; rows from ``num_rows`` on are zero whatever the input holds there.
+
+    Args:
+        gate_up_R2F: [R, 2, F] contiguous; gate then up.
+        weights_R: [R] routing weights, fp32.
+        num_rows: 0-d or one-element integer tensor on the device, the rows that hold data.
+    Returns:
+        [R, F] in the dtype of ``gate_up_R2F``; computed in fp32.
+    """
+    if not gate_up_R2F.is_cuda or gate_up_R2F.dtype == torch.float64:
+        return weighted_swiglu_reference(gate_up_R2F, weights_R, num_rows)
+    return _launch_forward(gate_up_R2F, weights_R, num_rows)
+
+
+@weighted_swiglu.register_fake
+def _(gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> Tensor:
+    R, _, F = gate_up_R2F.shape
+    return gate_up_R2F.new_empty(R, F)
+
+
+@torch.library.custom_op("moe_titan::weighted_swiglu_backward", mutates_args=())
+def weighted_swiglu_backward(
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of :func:`weighted_swiglu`, and the activation again for the down projection's weight gradient.
+
+    Returns:
+        grad_gate_up [R, 2, F], grad_weights [R] (fp32), activation [R, F]; all zero from row ``num_rows`` on.
+    """
+    if not gate_up_R2F.is_cuda or gate_up_R2F.dtype == torch.float64:
+        return weighted_swiglu_backward_reference(grad_RF, gate_up_R2F, weights_R, num_rows)
+    return _launch_backward(grad_RF, gate_up_R2F, weights_R, num_rows)
 
 
 @weighted_swiglu_backward.register_fake

@@ -76,6 +76,14 @@ def _folder(config: "Config") -> Path:
     return Path(config.job.dump_folder) / config.checkpoint.folder
 
 
+class Progress(NamedTuple):
+    """How far a run is: optimizer steps and tokens trained, and the steps that its learning rate has gone through."""
+
+    step: int = 0
+    tokens: int = 0
+    schedule_step: int = 0
+
+
 class Checkpointer:
     """Saves and loads all of a run's state: model, optimizer, schedule, position in the data, random numbers.
 
@@ -89,76 +97,103 @@ class Checkpointer:
         self.config, self.settings, self.engine, self.data = config, config.checkpoint, engine, data
         self.folder = _folder(config)
 
-    def save(self, step: int, tokens: int, last: bool = False) -> None:
-        """Writes ``step-N``, then removes the oldest beyond ``keep_latest_k``."""
-        target = self.folder / f"step-{step}"
+    def save(self, progress: Progress, next_lr: float, last: bool = False) -> None:
+        """Writes ``step-N``, then removes the oldest beyond ``keep_latest_k``.
+
+        Args:
+            next_lr: learning rate of the step to come, which torchtitan reads from the checkpoint.
+        """
+        target = self.folder / f"step-{progress.step}"
         if last and self.settings.last_save_model_only:
             state = self._model_state(DTYPES[self.settings.export_dtype])
         else:
-            state = self._model_state() | self._run_state(step, tokens)
+            state = self._model_state() | self._run_state(progress) | self._torchtitan_state(progress, next_lr)
+        if dist.get_rank() == 0:
+            # Until the new one is complete there is none. This rank plans the writing: none has begun on the others.
+            shutil.rmtree(target, ignore_errors=True)
         dcp.save(state, checkpoint_id=target)
         logger.info("saved %s", target)
         if dist.get_rank() == 0 and self.settings.keep_latest_k:
             for old in sorted(complete_steps(self.folder))[: -self.settings.keep_latest_k]:
                 shutil.rmtree(self.folder / f"step-{old}")
 
-    def load(self, found: "Found") -> tuple[int, int]:
-        """Loads a checkpoint; returns the step and the number of tokens trained so far, (0, 0) for a model alone.
+    def load(self, found: Found) -> Progress:
+        """Loads a checkpoint; returns how far its run was, nothing for a model alone.
 
         Raises:
-            CheckpointError: it lacks state that this run needs; nothing has been changed.
+            CheckpointError: it lacks state that this run needs, or is of another model or global batch; nothing has been changed.
         """
         path, model_only = found
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         state = self._model_state()
-        if not model_only and "train_state.step" not in saved:
-            logger.info("%s holds a model alone: its optimizer and schedule start afresh", path)
-            model_only = True
         if not model_only:
-            excluded = tuple(f"{part}." for part in self.settings.exclude_from_loading)
-            run_state = self._run_state(0, 0)
-            state |= {key: value for key, value in run_state.items() if not excluded or not key.startswith(excluded)}
-            state = {key: value for key, value in state.items() if key in saved or not key.startswith("rng.")}
-        if missing := sorted(key for key in state if key not in saved):
-            raise CheckpointError(
-                f"{path} lacks {len(missing)} of the state that this run needs, first {missing[0]}; "
-                "check model.name, model.flavor and model.overrides, or exclude a part with checkpoint.exclude_from_loading"
-            )
+            if "train_state.step" not in saved:
+                raise CheckpointError(
+                    f"{path} holds a model alone, and training cannot continue from it. To start a new run with this model, set "
+                    "checkpoint.initial_load_path to it and job.dump_folder to another folder; to continue this run, set "
+                    "checkpoint.load_step to a step that was saved in full"
+                )
+            state |= self._wanted_run_state(saved)
+        _check(state, saved, path)
         dcp.load(state, checkpoint_id=path)
         for name, buffer in self._buffers():
             buffer.copy_(state[name])
         if model_only:
-            return 0, 0
+            logger.info("starting with the model of %s", path)
+            return Progress()
         self._restore(state)
         logger.info("resumed from %s", path)
-        return int(state.get("train_state.step", 0)), int(state.get("train_state.ntokens_seen", 0))
+        keys = ("train_state.step", "train_state.ntokens_seen", "lr_scheduler.last_epoch")
+        return Progress(*(int(state.get(key, 0)) for key in keys))
 
     def _model_state(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        parameters = {name: p.detach() for name, p in self.engine.model.named_parameters()}
+        # Tied parameters stand under each of their names.
+        parameters = {name: p.detach() for name, p in self.engine.model.named_parameters(remove_duplicate=False)}
         if dtype is not None:
             parameters = {name: p.to(dtype) for name, p in parameters.items()}
         state = {logical: part for name, p in parameters.items() for logical, part in logical_tensors(name, p)}
         return state | {name: buffer.clone() for name, buffer in self._buffers()}
 
-    def _run_state(self, step: int, tokens: int) -> dict[str, Any]:
+    def _run_state(self, progress: Progress) -> dict[str, Any]:
         optimizer = self.engine.optimizer
         state: dict[str, Any] = {}
         for name, moment, tensor in optimizer.moments():
             for logical, part in logical_tensors(name, tensor):
                 state[f"optimizer.state.{logical}.{moment}"] = part
-        group = {key: value for key, value in optimizer.adam.param_groups[0].items() if key != "params"}
-        group["initial_lr"] = self.config.optimizer.lr
         for name, count in optimizer.step_counts():
             for logical, _ in logical_tensors(name, optimizer.parameters[name]):
                 state[f"optimizer.state.{logical}.step"] = count.cpu().clone()
-                state |= {f"optimizer.param_groups.{logical}.{key}": value for key, value in group.items()}
         return state | {
-            "lr_scheduler.last_epoch": step,
-            "train_state.step": torch.tensor(step, dtype=torch.int32),
-            "train_state.ntokens_seen": torch.tensor(tokens, dtype=torch.int64),
+            "lr_scheduler.last_epoch": progress.schedule_step,
+            "train_state.step": progress.step,
+            "train_state.ntokens_seen": progress.tokens,
             "dataloader.position": self._data_position(),
             f"rng.rank_{dist.get_rank()}": _random_state(self.engine.device),
         }
+
+    def _wanted_run_state(self, saved: dict[str, Any]) -> dict[str, Any]:
+        excluded = tuple(f"{part}." for part in self.settings.exclude_from_loading)
+        wanted = {key: value for key, value in self._run_state(Progress()).items() if not key.startswith(excluded)}
+        # A run on more ranks than the saved one, and one that torchtitan saved, has no random numbers to continue with.
+        return {key: value for key, value in wanted.items() if key in saved or not key.startswith("rng.")}
+
+    def _torchtitan_state(self, progress: Progress, next_lr: float) -> dict[str, Any]:
+        """What torchtitan wants to find besides, and this project takes from the configuration."""
+        optimizer, lr = self.engine.optimizer, self.config.optimizer.lr
+        group = {key: value for key, value in optimizer.adam.param_groups[0].items() if key != "params"}
+        group |= {"lr": next_lr, "initial_lr": lr}
+        schedule = {
+            "base_lrs": [lr],
+            "_last_lr": [next_lr],
+            "_step_count": progress.schedule_step + 1,
+            "_is_initial": False,
+            "_get_lr_called_within_step": False,
+        }
+        state = {f"lr_scheduler.{key}": value for key, value in schedule.items()}
+        for name, parameter in optimizer.parameters.items():
+            for logical, _ in logical_tensors(name, parameter):
+                state |= {f"optimizer.param_groups.{logical}.{key}": value for key, value in group.items()}
+        return state
 
     def _restore(self, state: dict[str, Any]) -> None:
         """What :func:`dcp.load` cannot write in place. Moments and parameters have been."""
@@ -167,7 +202,10 @@ class Checkpointer:
             if (key := f"optimizer.state.{logical}.step") in state:
                 count.copy_(state[key])
         if "dataloader.position" in state:
-            self.data.load_state_dict({"position": state["dataloader.position"]})
+            try:
+                self.data.load_state_dict({"position": state["dataloader.position"]})
+            except ValueError as error:
+                raise CheckpointError(str(error)) from error
         if (key := f"rng.rank_{dist.get_rank()}") in state:
             _set_random_state(state[key], self.engine.device)
 
@@ -182,6 +220,29 @@ class Checkpointer:
         model = self.engine.model
         persistent = model.state_dict().keys()
         return [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
+
+
+def _check(state: dict[str, Any], saved: dict[str, Any], path: Path) -> None:
+    """Raises CheckpointError unless a checkpoint's metadata has all of ``state``, in the same shapes."""
+    if missing := sorted(state.keys() - saved.keys()):
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} of the {len(state)} entries that this run needs, first {missing[0]}; "
+            "check model.name, model.flavor and model.overrides, or leave a part out with checkpoint.exclude_from_loading"
+        )
+    for key, value in state.items():
+        size = getattr(saved[key], "size", None)
+        if not isinstance(value, Tensor) or size is None or size == value.shape:
+            continue
+        if key == "dataloader.position":
+            raise CheckpointError(
+                f"training.global_batch_size = {len(value)}: the data position in {path} is of a run with {size[0]}, and "
+                f'continues with no other; set training.global_batch_size = {size[0]}, or add "dataloader" to '
+                "checkpoint.exclude_from_loading to read the data from its start"
+            )
+        raise CheckpointError(
+            f"{path} holds {key} in shape {list(size)}, but this run needs {list(value.shape)}; "
+            "check model.name, model.flavor and model.overrides"
+        )
 
 
 def _random_state(device: torch.device) -> io.BytesIO:

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torchtitan.protocols.model import BaseModelArgs
 
-from moe_titan.data import MicroBatch
+from kernels.cross_entropy import cross_entropy_sum
+from moe_titan.data import IGNORED, MicroBatch
 from moe_titan.initialization import initialize, record_initialization
 from moe_titan.layers.balance_loss import BalanceLoss
 from moe_titan.layers.load_balancer import LoadBalancer
 from moe_titan.layers.moe import MoE
-from moe_titan.loss import IGNORED, cross_entropy_sum, loss_context, loss_value
 from moe_titan.models import attention_masks, build_model
 from moe_titan.optimizer import NonFiniteGradient, ShardedAdamW
 from parallelisms.folded_mesh import FoldedMesh
@@ -86,7 +86,7 @@ class Engine:
             implementation=options.implementation,
         )
         self.balancer = LoadBalancer(self.model, mesh.stage_group)
-        self._sharded_vocabulary = mesh.layout.tp > 1 and parallel.loss_parallel
+        self._vocabulary_group = mesh.group("tp") if parallel.loss_parallel else None
 
     def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Trains on this rank's micro-batches (equally many, equally shaped on every rank).
@@ -121,8 +121,8 @@ class Engine:
         loss = torch.zeros((), device=self.device, dtype=torch.float32)
         for batch in micro_batches:
             batch = self._on_device(batch)
-            with RoutingTape(self._valid(batch), denominator).recording(), loss_context(self._sharded_vocabulary):
-                loss += loss_value(cross_entropy_sum(self._logits(batch), batch.labels_BS)) / denominator
+            with RoutingTape(self._valid(batch), denominator).recording():
+                loss += self._loss_sum(batch) / denominator
         if self.mesh.data_group is not None:
             dist.all_reduce(loss, group=self.mesh.data_group)
         return loss.item()
@@ -139,19 +139,18 @@ class Engine:
         batch = self._on_device(batch)
         tape = RoutingTape(self._valid(batch), denominator)
         with tape.recording():
-            logits = self._logits(batch)
-        with loss_context(self._sharded_vocabulary):
-            loss = cross_entropy_sum(logits, batch.labels_BS) / denominator
-            del logits
-            loss.backward()
-        return loss_value(loss.detach()), tape
+            loss = self._loss_sum(batch) / denominator
+        loss.backward()
+        return loss.detach(), tape
 
     def _on_device(self, batch: MicroBatch) -> MicroBatch:
         return MicroBatch(*(None if field is None else field.to(self.device, non_blocking=True) for field in batch))
 
-    def _logits(self, batch: MicroBatch) -> Tensor:
+    def _loss_sum(self, batch: MicroBatch) -> Tensor:
+        """Sum of the cross-entropy over this data rank's trained tokens, the same on its tensor-parallel peers."""
         masks = attention_masks(self.args, batch.tokens_BS, self.options.eos_id)
-        return self.model(batch.tokens_BS, attention_masks=masks)
+        logits_BSV = self.model(batch.tokens_BS, attention_masks=masks)
+        return cross_entropy_sum(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), IGNORED, self._vocabulary_group)
 
     def _valid(self, batch: MicroBatch) -> Tensor | None:
         if batch.valid_BS is None:

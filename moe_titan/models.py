@@ -41,7 +41,7 @@ class DenseMaskAttention(nn.Module):
 
 
 def attention_masks(args: BaseModelArgs, tokens_BS: torch.Tensor, eos_id: int):
-    """The masks that the model's attention type wants: None for SDPA, else causal and, for block-causal flavors, within documents."""
+    """What the model's attention type takes: None for SDPA, else causal masks, within documents for block-causal flavors."""
     match getattr(args, "attn_type", "sdpa"):
         case "flex":
             mods = [get_causal_mask_mod()]

@@ -41,7 +41,7 @@ class ShardedAdamW:
         self.plan = plan
         self.parameters: dict[str, DTensor] = dict(model.named_parameters())
         self._shards = {name: nn.Parameter(p.to_local().detach()) for name, p in self.parameters.items()}
-        kind = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {"foreach": False}}[implementation]
+        kind = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
         # The rate is set at every step.
         self.adam = torch.optim.AdamW(self._shards.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, **kind)
         for shard in self._shards.values():

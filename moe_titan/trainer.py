@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_titan.checkpoint import Checkpointer
+from moe_titan.checkpoint import Checkpointer, Progress
 from moe_titan.config import Config, to_toml
 from moe_titan.data import MicroBatch, build_dataloader
 from moe_titan.engine import Engine, StepResult, TrainOptions
@@ -50,9 +50,10 @@ class Trainer:
             _parallel_options(config),
         )
         self.checkpointer = Checkpointer(config, self.engine, self.data) if config.checkpoint.enable else None
-        self.step, self.tokens = 0, 0
+        start = Progress()
         if self.checkpointer is not None and inputs.checkpoint is not None:
-            self.step, self.tokens = self.checkpointer.load(inputs.checkpoint)
+            start = self.checkpointer.load(inputs.checkpoint)
+        self.step, self.tokens, self.schedule_step = start
         self.metrics = MetricsLogger(
             config,
             dist.get_rank(),
@@ -73,15 +74,16 @@ class Trainer:
         gc.collect()
         gc.disable()  # Left to itself, Python collects on each rank at another moment, and every rank waits for each.
         seconds = data_seconds = 0.0
-        since = 0
+        since, first = 0, self.step + 1
         with self._profiler() as profiler:
             while self.step < steps:
                 begin = time.perf_counter()
                 batches = self.data.next_step()
                 data_seconds += time.perf_counter() - begin
-                lr = self.config.optimizer.lr * self._lr_factor(self.step)
+                lr = self._next_lr()
                 result = self._take_step(batches, lr)
                 self.step += 1
+                self.schedule_step += 1
                 self.tokens += result.tokens
                 seconds += time.perf_counter() - begin
                 since += 1
@@ -91,7 +93,7 @@ class Trainer:
                     since = 0
                 if self.step % self.config.training.gc_freq == 0:
                     gc.collect(1)
-                if self.step == 1:
+                if self.step == first:
                     _set_timeout(self.config.comm.train_timeout_seconds)
                 self._save_if_due()
                 if profiler is not None:
@@ -115,12 +117,12 @@ class Trainer:
             return
         first = self.step == 1 and settings.enable_first_step_checkpoint
         if last or first or self.step % settings.interval == 0:
-            self.checkpointer.save(self.step, self.tokens, last=last)
+            self.checkpointer.save(Progress(self.step, self.tokens, self.schedule_step), self._next_lr(), last=last)
 
-    def _lr_factor(self, step: int) -> float:
+    def _next_lr(self) -> float:
         schedule = self.config.lr_scheduler
-        return lr_factor(
-            step,
+        return self.config.optimizer.lr * lr_factor(
+            self.schedule_step,
             total_steps=schedule.total_steps or self.config.training.steps,
             warmup_steps=schedule.warmup_steps,
             decay_ratio=schedule.decay_ratio,

@@ -29,6 +29,17 @@ class LocalTokens(ParallelStyle):
         return module
 
 
+class VocabularyParallel(RowwiseParallel):
+    """An embedding cut by vocabulary whose output is complete when it leaves.
+
+    A compiled block silently loses the gradient of an input that is still in flight.
+    """
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+        return outputs.redistribute(placements=output_layouts).to_local()
+
+
 class ReplicatedParameters(ParallelStyle):
     """Parameters become replicated DTensors; inputs and outputs stay as they are."""
 
@@ -39,8 +50,8 @@ class ReplicatedParameters(ParallelStyle):
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, loss_parallel: bool) -> None:
     """Places every dense parameter of the model on ``mesh`` and hooks the modules, in place.
 
-    Between modules the residual stream is a plain tensor [B, S / tp, D]. Logits leave as a DTensor cut along the vocabulary
-    with ``loss_parallel``, else whole.
+    Between modules the residual stream is a plain tensor [B, S / tp, D]. Logits leave as this rank's share of the
+    vocabulary with ``loss_parallel``, else whole.
 
     Args:
         model: a torchtitan llama3, qwen3 or deepseek_v3 model on any device.
@@ -48,9 +59,9 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, loss_parallel: boo
     """
     logits = Shard(-1) if loss_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "tok_embeddings": VocabularyParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=logits, use_local_output=not loss_parallel),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=logits),
     }
     tied = getattr(model, "enable_weight_tying", False)
     for name, block in model.layers.items():

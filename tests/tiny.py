@@ -7,9 +7,8 @@ from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.moe.moe import MoEArgs
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
-from moe_titan.data import MicroBatch
+from moe_titan.data import IGNORED, MicroBatch
 from moe_titan.engine import Engine, TrainOptions
-from moe_titan.loss import IGNORED
 from parallelisms.folded_mesh import FoldedMesh, Layout
 from parallelisms.parallelize import ParallelOptions
 
@@ -70,12 +69,16 @@ def global_batch(step: int, samples: int, seq: int = SEQ, padded: bool = False) 
 
 
 def share(batch: MicroBatch, rank: int, ranks: int, accumulate: int) -> list[MicroBatch]:
-    """Data rank's micro-batches of a global batch."""
+    """A data rank's micro-batches of a global batch; the n-th ones of all ranks hold the same samples for any number of ranks."""
     parts = []
     for micro in range(accumulate):
-        rows = slice((micro * ranks + rank), None, accumulate * ranks)
+        rows = slice(micro + accumulate * rank, None, accumulate * ranks)
         parts.append(MicroBatch(*(None if field is None else field[rows] for field in batch)))
     return parts
+
+
+def padded_batch(step: int, samples: int) -> MicroBatch:
+    return global_batch(step, samples, padded=True)
 
 
 def build(model, layout: Layout, train: TrainOptions | None = None, **parallel) -> Engine:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 import tempfile
 import time
 import traceback
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent
-PRELOAD = ["torch._dynamo", "layout_runs"]
+PRELOAD = ["torch._dynamo", "layout_runs", "trainer_runs"]
 
 
 class WorkerError(AssertionError):
@@ -31,13 +32,15 @@ class WorkerPool:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOAD)
 
-    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 100.0) -> list[Any]:
+    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 100.0, group: bool = True) -> list[Any]:
+        """With ``group = False`` the ranks only find in their environment what a launcher puts there."""
         results: dict[int, Any] = {}
+        port = None if group else _free_port()
         with tempfile.TemporaryDirectory() as folder:
             pipes, processes = [], []
             for rank in range(world):
                 ours, theirs = self.context.Pipe()
-                process = self.context.Process(target=_rank, args=(rank, world, folder, theirs, fn, args), daemon=True)
+                process = self.context.Process(target=_rank, args=(rank, world, folder, port, theirs, fn, args), daemon=True)
                 process.start()
                 theirs.close()
                 pipes.append(ours)
@@ -61,7 +64,12 @@ class WorkerPool:
         return [results[rank] for rank in range(world)]
 
 
-def _rank(rank: int, world: int, folder: str, pipe: Connection, fn: Callable[..., Any], args: tuple) -> None:
+def _free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _rank(rank: int, world: int, folder: str, port: int | None, pipe: Connection, fn: Callable[..., Any], args: tuple) -> None:
     import logging
     import warnings
 
@@ -72,11 +80,15 @@ def _rank(rank: int, world: int, folder: str, pipe: Connection, fn: Callable[...
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
+        if port is None:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            )
+        else:
+            place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in place.items()})
         answer = (True, fn(*args))
-    except Exception:
+    except BaseException:  # pytest's own failures are no Exceptions
         answer = (False, f"rank {rank} of {world}:\n{traceback.format_exc()}")
     pipe.send(answer)
     pipe.recv()  # Stays until the others are done: some of them may still be reading from this rank.

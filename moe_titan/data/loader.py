@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from moe_titan.config import Config
 
 
+IGNORED = -100  # label of a position that is not trained on
+
+
 class MicroBatch(NamedTuple):
     tokens_BS: Tensor  # int64
-    labels_BS: Tensor  # int64; -100 where nothing is trained
+    labels_BS: Tensor  # int64; IGNORED where nothing is trained
     valid_BS: Tensor | None = None  # bool, False on padding; None: there is none
 
 

@@ -1,0 +1,160 @@
+"""Cross-entropy over logits of a compute type, with the gradient written where the logits were.
+
+No fp32 copy of the logits exists at any time: forward reads them once, backward reads them and replaces them by their gradient.
+"""
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def partial_cross_entropy_reference(logits_TV: Tensor, labels_T: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    max_T = wide_TV.amax(1)
+    sum_T = (wide_TV - max_T[:, None]).exp().sum(1)
+    here_T, column_T = _local_column(labels_T, first, logits_TV.shape[1])
+    target_T = torch.where(here_T, wide_TV.gather(1, column_T[:, None]).squeeze(1), 0)
+    return max_T, sum_T, target_T
+
+
+def cross_entropy_backward_reference(
+    logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int
+) -> Tensor:
+    probs_TV = (logits_TV.to(lse_T.dtype) - lse_T[:, None]).exp()
+    here_T, column_T = _local_column(labels_T, first, logits_TV.shape[1])
+    probs_TV.scatter_add_(1, column_T[:, None], -here_T[:, None].to(probs_TV.dtype))
+    return (probs_TV * grad_T[:, None]).to(logits_TV.dtype)
+
+
+def _local_column(labels_T: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    local_T = labels_T - first
+    here_T = (local_T >= 0) & (local_T < width)
+    return here_T, torch.where(here_T, local_T, 0)
+
+
+@triton.jit
+def _partial_kernel(logits_ptr, labels_ptr, max_ptr, sum_ptr, target_ptr, V, stride_t, first, BLOCK_V: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + t * stride_t
+    v_V = tl.arange(0, BLOCK_V)
+    high_V = tl.full([BLOCK_V], -float("inf"), tl.float32)
+    sum_V = tl.zeros([BLOCK_V], tl.float32)
+    for start in range(0, V, BLOCK_V):
+        logit_V = tl.load(row_ptr + start + v_V, mask=start + v_V < V, other=-float("inf")).to(tl.float32)
+        new_V = tl.maximum(high_V, logit_V)
+        # Lanes that have seen nothing yet hold -inf; their difference would be NaN.
+        seen_V = tl.where(new_V == -float("inf"), 0.0, new_V)
+        sum_V = sum_V * tl.exp(high_V - seen_V) + tl.exp(logit_V - seen_V)
+        high_V = new_V
+    high = tl.max(high_V, axis=0)
+    tl.store(max_ptr + t, high)
+    tl.store(sum_ptr + t, tl.sum(sum_V * tl.exp(high_V - high), axis=0))
+    column = tl.load(labels_ptr + t) - first
+    here = (column >= 0) & (column < V)
+    tl.store(target_ptr + t, tl.load(row_ptr + column, mask=here, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def _backward_kernel(logits_ptr, labels_ptr, lse_ptr, grad_ptr, V, stride_t, first, BLOCK_V: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK_V
+    v_V = start + tl.arange(0, BLOCK_V)
+    ptr_V = logits_ptr + t * stride_t + v_V
+    logit_V = tl.load(ptr_V, mask=v_V < V, other=-float("inf")).to(tl.float32)
+    prob_V = tl.exp(logit_V - tl.load(lse_ptr + t))
+    column = tl.load(labels_ptr + t) - first
+    grad_V = tl.where(v_V == column, prob_V - 1.0, prob_V) * tl.load(grad_ptr + t)
+    tl.store(ptr_V, grad_V.to(logits_ptr.dtype.element_ty), mask=v_V < V)
+
+
+@torch.library.custom_op("moe_titan::partial_cross_entropy", mutates_args=())
+def partial_cross_entropy(logits_TV: Tensor, labels_T: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One rank's share of softmax cross-entropy over a vocabulary of which it holds the columns from ``first`` on.
+
+    Args:
+        logits_TV: [T, V], any floating dtype, rows contiguous.
+        labels_T: [T] int64 in the whole vocabulary; any other value (such as -100) names no column.
+    Returns:
+        fp32 [T] each: the largest logit, the sum of exp(logit - largest), and the label's logit or 0 where it is not here.
+    """
+    if not logits_TV.is_cuda or logits_TV.dtype == torch.float64:
+        return partial_cross_entropy_reference(logits_TV, labels_T, first)
+    return _launch_partial(logits_TV, labels_T, first)
+
+
+def _launch_partial(logits_TV: Tensor, labels_T: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    T, V = logits_TV.shape
+    max_T, sum_T, target_T = (logits_TV.new_empty(T, dtype=torch.float32) for _ in range(3))
+    if T:
+        _partial_kernel[(T,)](
+            logits_TV, labels_T, max_T, sum_T, target_T, V, logits_TV.stride(0), first, BLOCK_V=_block(V), num_warps=8
+        )
+    return max_T, sum_T, target_T
+
+
+@partial_cross_entropy.register_fake
+def _(logits_TV: Tensor, labels_T: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
+    max_T, sum_T, target_T = (logits_TV.new_empty(logits_TV.shape[0], dtype=wide) for _ in range(3))
+    return max_T, sum_T, target_T
+
+
+@torch.library.custom_op("moe_titan::cross_entropy_backward_", mutates_args=("logits_TV",))
+def cross_entropy_backward_(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int) -> None:
+    """Replaces logits by ``(softmax - onehot(label)) * grad``. ``lse_T``: log-sum-exp over the whole vocabulary."""
+    if not logits_TV.is_cuda or logits_TV.dtype == torch.float64:
+        logits_TV.copy_(cross_entropy_backward_reference(logits_TV, labels_T, lse_T, grad_T, first))
+    else:
+        _launch_backward(logits_TV, labels_T, lse_T, grad_T, first)
+
+
+def _launch_backward(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int) -> None:
+    T, V = logits_TV.shape
+    if T:
+        block = _block(V)
+        grid = (T, triton.cdiv(V, block))
+        _backward_kernel[grid](logits_TV, labels_T, lse_T, grad_T, V, logits_TV.stride(0), first, BLOCK_V=block, num_warps=8)
+
+
+def _block(V: int) -> int:
+    return min(triton.next_power_of_2(V), 4096)
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_TV: Tensor, labels_T: Tensor, ignored: int, group: ProcessGroup | None) -> Tensor:
+        logits_TV = logits_TV.contiguous()
+        first = 0 if group is None else group.rank() * logits_TV.shape[1]
+        max_T, sum_T, target_T = partial_cross_entropy(logits_TV, labels_T, first)
+        if group is not None:
+            local_max_T = max_T.clone()
+            dist.all_reduce(max_T, dist.ReduceOp.MAX, group=group)
+            both_2T = torch.stack((sum_T * (local_max_T - max_T).exp(), target_T))
+            dist.all_reduce(both_2T, group=group)
+            sum_T, target_T = both_2T.unbind()
+        lse_T = max_T + sum_T.log()
+        trained_T = labels_T != ignored
+        ctx.first = first
+        ctx.save_for_backward(logits_TV, labels_T, lse_T, trained_T)
+        return torch.where(trained_T, lse_T - target_T, 0).sum()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        logits_TV, labels_T, lse_T, trained_T = ctx.saved_tensors
+        grad_T = (trained_T * grad).to(lse_T.dtype)
+        cross_entropy_backward_(logits_TV, labels_T, lse_T, grad_T, ctx.first)
+        return logits_TV, None, None, None
+
+
+def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor, ignored: int, group: ProcessGroup | None = None) -> Tensor:
+    """Sum over trained tokens of the negative log-likelihood, in fp32 (fp64 for fp64 logits); consumes the logits in backward.
+
+    Args:
+        logits_TV: [T, V]; with ``group``, this rank's equal share of the vocabulary's columns, in rank order.
+        labels_T: [T] int64 in the whole vocabulary, ``ignored`` where not trained.
+        group: ranks among which the vocabulary is cut; each returns the whole sum. None: not cut.
+    """
+    return _CrossEntropySum.apply(logits_TV, labels_T, ignored, group)
