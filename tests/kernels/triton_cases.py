@@ -1,0 +1,115 @@
+"""Runs every Triton kernel in Triton's interpreter, on the CPU, beside its reference; prints the errors as JSON.
+
+A script of its own, since the interpreter must be chosen before Triton is imported.
+"""
+
+import json
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from kernels import cross_entropy, permute, sort, swiglu
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Rounding of one result: one unit in the last place of bf16, as the interpreter rounds towards zero; a few operations in fp32.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest elementwise error over the tolerance of the type, relative to the row's largest element."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    if actual.numel() == 0:
+        return 0.0
+    actual, expected, tolerance = actual.double(), expected.double(), TOLERANCE[actual.dtype]
+    scale = expected.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    worst = ((actual - expected).abs() / scale).max().item() / tolerance
+    return worst if worst == worst else float("inf")
+
+
+def gather_rows_cases():
+    for name, dtype in DTYPES.items():
+        for T, R, D in ((5, 7, 24), (3, 11, 1), (9, 4, 33), (2, 3, 2049), (4, 0, 8), (1, 5, 0)):
+            x_TD, token_R = torch.randn(T, D, dtype=dtype), torch.randint(-1, T, (R,))
+            expected = permute.gather_rows_reference(x_TD, token_R)
+            yield f"gather_rows {name} {T}x{D} to {R}", error(permute._launch_gather_rows(x_TD, token_R), expected)
+            strided_TD = torch.randn(T, 2 * D + 1, dtype=dtype)[:, 1 : D + 1]
+            expected = permute.gather_rows_reference(strided_TD, token_R.int())
+            yield f"gather_rows {name} strided {D}", error(permute._launch_gather_rows(strided_TD, token_R.int()), expected)
+        x_TD = torch.randn(6, 5, dtype=dtype).t()
+        token_R = torch.tensor([4, -1, 0])
+        expected = permute.gather_rows_reference(x_TD, token_R)
+        yield f"gather_rows {name} transposed", error(permute._launch_gather_rows(x_TD, token_R), expected)
+
+
+def gather_sum_cases():
+    for name, dtype in DTYPES.items():
+        for R, T, K, D in ((7, 5, 2, 24), (11, 3, 1, 1), (4, 9, 3, 33), (3, 2, 8, 2049), (5, 0, 2, 8), (0, 4, 2, 8)):
+            rows_RD, row_TK = torch.randn(R, D, dtype=dtype), torch.randint(-1, R, (T, K)) if R else torch.full((T, K), -1)
+            expected = permute.gather_sum_reference(rows_RD, row_TK)
+            yield f"gather_sum {name} {R}x{D} to {T}x{K}", error(permute._launch_gather_sum(rows_RD, row_TK), expected)
+        # Rows that no token names may hold anything.
+        rows_RD = torch.randn(4, 6, dtype=dtype)
+        rows_RD[2:] = torch.nan
+        row_TK = torch.tensor([[0, -1], [1, 0], [-1, -1]])
+        expected = permute.gather_sum_reference(rows_RD, row_TK)
+        yield f"gather_sum {name} beside NaN", error(permute._launch_gather_sum(rows_RD, row_TK), expected)
+
+
+def swiglu_cases():
+    for name, dtype in DTYPES.items():
+        for R, F, num_rows in ((7, 24, 7), (5, 1, 3), (9, 33, 8), (3, 1025, 2), (4, 16, 0), (0, 8, 0)):
+            gate_up_R2F, grad_RF = torch.randn(R, 2, F, dtype=dtype), torch.randn(R, F, dtype=dtype)
+            weights_R, count = torch.rand(R), torch.tensor([num_rows], dtype=torch.int32)
+            for tensor in (gate_up_R2F, grad_RF, weights_R):
+                tensor[num_rows:] = torch.nan
+            case = f"{name} {R}x{F}, {num_rows} rows"
+            expected = swiglu.weighted_swiglu_reference(gate_up_R2F, weights_R, count)
+            yield f"weighted_swiglu {case}", error(swiglu._launch_forward(gate_up_R2F, weights_R, count), expected)
+            inputs = (grad_RF, gate_up_R2F, weights_R, count)
+            outputs = ("gate_up", "weights", "act")
+            for output, actual, wanted in zip(
+                outputs, swiglu._launch_backward(*inputs), swiglu.weighted_swiglu_backward_reference(*inputs), strict=True
+            ):
+                yield f"weighted_swiglu_backward {output} {case}", error(actual, wanted)
+
+
+def sort_pairs_cases():
+    for P, num_keys in ((0, 3), (1, 1), (7, 4), (255, 8), (256, 5), (700, 129)):
+        for name, key_P in (
+            ("random", torch.randint(0, num_keys + 1, (P,))),
+            ("one key", torch.full((P,), num_keys - 1)),
+            ("left out", torch.full((P,), num_keys)),
+            ("int32", torch.randint(0, num_keys + 1, (P,), dtype=torch.int32)),
+        ):
+            expected = sort.sort_pairs_reference(key_P, num_keys)
+            outputs = zip(sort._launch_sort(key_P, num_keys), expected, strict=True)
+            equal = all(actual.dtype == wanted.dtype and torch.equal(actual, wanted) for actual, wanted in outputs)
+            yield f"sort_pairs {name} {P} of {num_keys}", 0.0 if equal else float("inf")
+
+
+def cross_entropy_cases():
+    for name, dtype in DTYPES.items():
+        for T, V, first in ((5, 40, 0), (3, 33, 33), (4, 1, 7), (2, 5000, 0), (0, 8, 0)):
+            # A wider tensor's columns: rows are contiguous, the whole is not.
+            logits_TV = (5 * torch.randn(T, V + 3, dtype=dtype))[:, :V]
+            labels_T = torch.randint(0, 2 * V, (T,))
+            labels_T[-1:] = -100
+            expected = cross_entropy.partial_cross_entropy_reference(logits_TV, labels_T, first)
+            for output, actual, wanted in zip(
+                ("largest", "sum", "target"), cross_entropy._launch_partial(logits_TV, labels_T, first), expected, strict=True
+            ):
+                yield f"partial_cross_entropy {output} {name} {T}x{V} from {first}", error(actual, wanted)
+            lse_T, grad_T = expected[0] + expected[1].log(), torch.rand(T)
+            wanted = cross_entropy.cross_entropy_backward_reference(logits_TV, labels_T, lse_T, grad_T, first)
+            cross_entropy._launch_backward(logits_TV, labels_T, lse_T, grad_T, first)
+            yield f"cross_entropy_backward {name} {T}x{V} from {first}", error(logits_TV, wanted)
+
+
+CASES = (gather_rows_cases, gather_sum_cases, swiglu_cases, sort_pairs_cases, cross_entropy_cases)
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    print(json.dumps({case: worst for cases in CASES for case, worst in cases()}))

@@ -1,0 +1,121 @@
+"""Every dispatcher sends each token to the ranks of its experts and brings it back."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallelisms.dispatch import build_dispatcher
+from parallelisms.dispatch.base import offsets_of, sort_by_key
+from parallelisms.dispatch.local import LocalDispatcher
+from parallelisms.folded_mesh import FoldedMesh, Layout
+from parallelisms.routing import Routing
+
+T, D, K, EXPERTS = 7, 5, 3, 8
+DEGREES = [(1, 2), (2, 1), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4), (8, 1), (1, 8)]
+FILLED, PADDED, EMPTY = "every token", "some tokens", "no token on some ranks"
+
+
+def make_routing(rank: int, fill: str) -> Routing:
+    """K different experts for each of a rank's tokens, at equal weights."""
+    generator = torch.Generator().manual_seed(rank)
+    experts_TK = torch.rand(T, EXPERTS, generator=generator).argsort(dim=1)[:, :K]
+    valid_T = torch.rand(T, generator=generator) < 0.6 if fill == PADDED else torch.full((T,), fill == FILLED or rank % 2 == 0)
+    experts_TK = torch.where(valid_T[:, None], experts_TK, EXPERTS)
+    weights_TK = (valid_T[:, None].double() / K).expand(T, K).contiguous()
+    counts_E = torch.bincount(experts_TK.flatten(), minlength=EXPERTS + 1)[:EXPERTS]
+    return Routing(experts_TK, weights_TK.requires_grad_(), counts_E)
+
+
+def token_names(rank: int) -> torch.Tensor:
+    """[T, D] tokens whose every element tells rank and position."""
+    return (100.0 * rank + torch.arange(T, dtype=torch.float64) + 1)[:, None].expand(T, D).contiguous()
+
+
+def check_rows(routed, group_ranks: list[int], first_expert: int, num_local: int, fill: str) -> None:
+    """The rows of each local expert are those tokens of the group that chose it, and none else; the tail is zero."""
+    start = 0
+    for local, end in enumerate(routed.offsets_e.tolist()):
+        wanted = [
+            token_names(rank)[t, 0].item()
+            for rank in group_ranks
+            for t in range(T)
+            if first_expert + local in make_routing(rank, fill).topk_experts_TK[t].tolist()
+        ]
+        assert routed.rows_RD[start:end, 0].tolist() == wanted, f"expert {first_expert + local}"
+        assert torch.equal(routed.weights_R[start:end], torch.full((end - start,), 1 / K, dtype=torch.float64))
+        start = end
+    assert not routed.rows_RD[start:].any() and not routed.weights_R[start:].any()
+    assert len(routed.offsets_e) == num_local
+
+
+def round_trip(dispatcher, rank: int, etp: int, fill: str, check) -> None:
+    """Experts that multiply by the weight, each etp rank doing its part, give every valid token back."""
+    routing, x_TD = make_routing(rank, fill), token_names(rank).requires_grad_()
+    routed, handle = dispatcher.dispatch(x_TD, routing)
+    check(routed)
+    y_TD = dispatcher.combine(routed.rows_RD * routed.weights_R[:, None] / etp, handle)
+    valid_T1 = (routing.topk_experts_TK[:, :1] < EXPERTS).double()
+    torch.testing.assert_close(y_TD, x_TD * valid_T1, rtol=1e-14, atol=0)
+    grad_TD = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(rank + 50))
+    y_TD.backward(grad_TD)
+    torch.testing.assert_close(x_TD.grad, grad_TD * valid_T1, rtol=1e-13, atol=1e-14)
+    weight_grad_TK = ((x_TD.detach() * grad_TD).sum(1, keepdim=True) * valid_T1).expand(T, K)
+    torch.testing.assert_close(routing.topk_weights_TK.grad, weight_grad_TK, rtol=1e-12, atol=1e-12)
+
+
+def _round_trips(kind: str) -> int:
+    rank, trips = dist.get_rank(), 0
+    for ep, etp in DEGREES:
+        mesh = FoldedMesh(Layout(dp_shard=2, tp=4, ep=ep, etp=etp), "cpu")
+        dispatcher = build_dispatcher(kind, EXPERTS, mesh.dispatch_group, ep, etp)
+        num_local, first_rank = EXPERTS // ep, rank // (ep * etp) * ep * etp
+        first_expert = (rank - first_rank) // etp * num_local
+        group_ranks = list(range(first_rank, first_rank + ep * etp))
+        for fill in (FILLED, PADDED, EMPTY):
+            round_trip(
+                dispatcher,
+                rank,
+                etp,
+                fill,
+                lambda routed, fill=fill, at=(group_ranks, first_expert, num_local): check_rows(routed, *at, fill),
+            )
+            trips += 1
+    return trips
+
+
+@pytest.mark.parametrize("kind", ["alltoall", "allgather"])
+def test_identity_round_trip(pool, kind) -> None:
+    assert pool.run(8, _round_trips, kind) == [3 * len(DEGREES)] * 8
+
+
+@pytest.mark.parametrize("fill", [FILLED, PADDED])
+def test_identity_round_trip_on_one_rank(fill) -> None:
+    round_trip(LocalDispatcher(EXPERTS), 0, 1, fill, lambda routed: check_rows(routed, [0], 0, EXPERTS, fill))
+
+
+def _bf16_sum(kind: str) -> float:
+    """Eight partial sums of a token: one of 1 and seven of 2^-9, all of which bf16 addition would drop one by one."""
+    mesh = FoldedMesh(Layout(dp_shard=8, ep=1, etp=8), "cpu")
+    dispatcher = build_dispatcher(kind, 1, mesh.dispatch_group, 1, 8)
+    routing = Routing(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), torch.ones(1, dtype=torch.int64))
+    routed, handle = dispatcher.dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing)
+    part = 1.0 if dist.get_rank() == 0 else 2.0**-9
+    return dispatcher.combine(routed.rows_RD * part, handle).item()
+
+
+@pytest.mark.parametrize("kind", ["alltoall", "allgather"])
+def test_partial_sums_are_added_in_fp32(pool, kind) -> None:
+    expected = torch.tensor(1 + 7 * 2.0**-9).bfloat16().item()
+    assert expected > 1 and pool.run(8, _bf16_sum, kind) == [expected] * 8
+
+
+def test_auto_is_local_for_a_group_of_one() -> None:
+    assert isinstance(build_dispatcher("auto", EXPERTS, None, 1, 1), LocalDispatcher)
+
+
+def test_sort_by_key() -> None:
+    pair_P, row_P, counts = sort_by_key(torch.tensor([2, 0, 3, 2, 3, 0]), 3)
+    assert pair_P.tolist() == [1, 5, 0, 3, -1, -1]
+    assert row_P.tolist() == [2, 0, -1, 3, -1, 1]
+    assert counts.tolist() == [2, 0, 2]
+    assert offsets_of(counts).tolist() == [2, 2, 4] and offsets_of(counts).dtype == torch.int32
