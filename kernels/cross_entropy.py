@@ -20,9 +20,7 @@ def partial_cross_entropy_reference(logits_TV: Tensor, labels_T: Tensor, first: 
     return max_T, sum_T, target_T
 
 
-def cross_entropy_backward_reference(
-    logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int
-) -> Tensor:
+def cross_entropy_backward_reference(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int) -> Tensor:
     probs_TV = (logits_TV.to(lse_T.dtype) - lse_T[:, None]).exp()
     here_T, column_T = _local_column(labels_T, first, logits_TV.shape[1])
     probs_TV.scatter_add_(1, column_T[:, None], -here_T[:, None].to(probs_TV.dtype))

@@ -1,8 +1,8 @@
 """Moving token rows into expert order and back: two ops that are each other's adjoint.
 
-``gather_rows`` copies rows, ``gather_sum`` adds a token's rows; the gradient of either is the other, so neither direction
-scatters, and both are deterministic. An index of -1 names no row: it yields zeros in ``gather_rows`` and adds nothing in
-``gather_sum``, which is how rows without data stay out of the results.
+``row_TK`` says where each of a token's K copies stands in that order. ``spread_rows`` writes a token to its rows, ``gather_sum`` adds a
+token's rows; the gradient of either is the other, so nothing is added by scattering, and both are deterministic. A place of -1 names no
+row: it is not written and adds nothing, which is how tokens that are not routed stay out.
 """
 
 import torch
@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 
-def gather_rows_reference(x_TD: Tensor, token_R: Tensor) -> Tensor:
-    rows_RD = x_TD.new_zeros(token_R.shape[0], x_TD.shape[1])
-    present_R = token_R >= 0
-    rows_RD[present_R] = x_TD[token_R[present_R]]
+def spread_rows_reference(x_TD: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
+    rows_RD = x_TD.new_zeros(num_rows, x_TD.shape[1])
+    token_TK = torch.arange(len(x_TD), device=x_TD.device)[:, None].expand_as(row_TK)
+    rows_RD[row_TK[row_TK >= 0].long()] = x_TD[token_TK[row_TK >= 0]]
     return rows_RD
 
 
@@ -22,19 +22,21 @@ def gather_sum_reference(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     if rows_RD.shape[0] == 0:
         return rows_RD.new_zeros(row_TK.shape[0], rows_RD.shape[1])
     present_TK1 = (row_TK >= 0).unsqueeze(-1)
-    picked_TKD = rows_RD[row_TK.clamp(min=0)]
+    picked_TKD = rows_RD[row_TK.clamp(min=0).long()]
     accumulate = torch.promote_types(rows_RD.dtype, torch.float32)
     return torch.where(present_TK1, picked_TKD.to(accumulate), 0).sum(dim=1).to(rows_RD.dtype)
 
 
 @triton.jit
-def _gather_rows_kernel(x_ptr, token_ptr, rows_ptr, D, stride_t, BLOCK_D: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(token_ptr + row).to(tl.int64)
+def _spread_rows_kernel(x_ptr, row_ptr, rows_ptr, D, stride_t, K: tl.constexpr, BLOCK_D: tl.constexpr):
+    # A program reads its token once and writes all of its rows.
+    token = tl.program_id(0).to(tl.int64)
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
-        value = tl.load(x_ptr + token * stride_t + d, mask=(d < D) & (token >= 0), other=0.0)
-        tl.store(rows_ptr + row * D + d, value, mask=d < D)
+        value = tl.load(x_ptr + token * stride_t + d, mask=d < D, other=0.0)
+        for k in tl.static_range(K):
+            row = tl.load(row_ptr + token * K + k).to(tl.int64)
+            tl.store(rows_ptr + row * D + d, value, mask=(d < D) & (row >= 0))
 
 
 @triton.jit
@@ -53,12 +55,12 @@ def _block(D: int) -> int:
     return min(triton.next_power_of_2(D), 2048)
 
 
-def _launch_gather_rows(x_TD: Tensor, token_R: Tensor) -> Tensor:
+def _launch_spread_rows(x_TD: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    R, D = token_R.shape[0], x_TD.shape[1]
-    rows_RD = x_TD.new_empty(R, D)
-    if rows_RD.numel():
-        _gather_rows_kernel[(R,)](x_TD, token_R.contiguous(), rows_RD, D, x_TD.stride(0), BLOCK_D=_block(D), num_warps=4)
+    (T, K), D = row_TK.shape, x_TD.shape[1]
+    rows_RD = x_TD.new_empty(num_rows, D)
+    if x_TD.numel():
+        _spread_rows_kernel[(T,)](x_TD, row_TK.contiguous(), rows_RD, D, x_TD.stride(0), K=K, BLOCK_D=_block(D), num_warps=4)
     return rows_RD
 
 
@@ -71,24 +73,24 @@ def _launch_gather_sum(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     return y_TD
 
 
-@torch.library.custom_op("moe_titan::gather_rows", mutates_args=())
-def gather_rows(x_TD: Tensor, token_R: Tensor) -> Tensor:
-    """Rows of x in the order of an index.
+@torch.library.custom_op("moe_titan::spread_rows", mutates_args=())
+def spread_rows(x_TD: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
+    """Copies each token to its rows.
 
     Args:
-        x_TD: [T, D], any floating dtype, rows contiguous.
-        token_R: [R] integers in [-1, T); -1 gives a row of zeros.
+        x_TD: [T, D], any floating dtype.
+        row_TK: [T, K] integers in [-1, num_rows), no row twice; -1 copies nowhere.
     Returns:
-        [R, D] in x's dtype.
+        [num_rows, D] in x's dtype; rows that no token names are unspecified.
     """
     if not x_TD.is_cuda or x_TD.dtype == torch.float64:
-        return gather_rows_reference(x_TD, token_R)
-    return _launch_gather_rows(x_TD, token_R)
+        return spread_rows_reference(x_TD, row_TK, num_rows)
+    return _launch_spread_rows(x_TD, row_TK, num_rows)
 
 
-@gather_rows.register_fake
-def _(x_TD: Tensor, token_R: Tensor) -> Tensor:
-    return x_TD.new_empty(token_R.shape[0], x_TD.shape[1])
+@spread_rows.register_fake
+def _(x_TD: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
+    return x_TD.new_empty(num_rows, x_TD.shape[1])
 
 
 @torch.library.custom_op("moe_titan::gather_sum", mutates_args=())
@@ -119,9 +121,9 @@ def _(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
+    def forward(ctx, x_TD: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(row_TK)
-        return gather_rows(x_TD, token_R)
+        return spread_rows(x_TD, row_TK, num_rows)
 
     @staticmethod
     def backward(ctx, grad_RD: Tensor):
@@ -131,21 +133,22 @@ class _Permute(torch.autograd.Function):
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(token_R)
+    def forward(ctx, rows_RD: Tensor, row_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(row_TK)
+        ctx.num_rows = len(rows_RD)
         return gather_sum(rows_RD, row_TK)
 
     @staticmethod
     def backward(ctx, grad_TD: Tensor):
-        (token_R,) = ctx.saved_tensors
-        return gather_rows(grad_TD, token_R), None, None
+        (row_TK,) = ctx.saved_tensors
+        return spread_rows(grad_TD, row_TK, ctx.num_rows), None
 
 
-def permute(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
-    """Copies tokens into rows: ``rows[r] = x[token_R[r]]``. ``row_TK`` lists each token's rows (-1: none)."""
-    return _Permute.apply(x_TD, token_R, row_TK)
+def permute(x_TD: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
+    """Copies tokens into rows: ``rows[row_TK[t, k]] = x[t]``; rows that no token names are unspecified. See :func:`spread_rows`."""
+    return _Permute.apply(x_TD, row_TK, num_rows)
 
 
-def unpermute(rows_RD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
-    """Adds rows back into tokens: ``y[t] = sum_k rows[row_TK[t, k]]``, fp32 accumulation. Indices as in :func:`permute`."""
-    return _Unpermute.apply(rows_RD, token_R, row_TK)
+def unpermute(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
+    """Adds rows back into tokens: ``y[t] = sum_k rows[row_TK[t, k]]``, fp32 accumulation. See :func:`gather_sum`."""
+    return _Unpermute.apply(rows_RD, row_TK)

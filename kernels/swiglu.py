@@ -11,41 +11,48 @@ import triton.language as tl
 from torch import Tensor
 
 
-def weighted_swiglu_reference(gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> Tensor:
+def _rows_of(weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Weight of each row, and whether it holds data, as columns."""
+    present_R = torch.arange(pair_R.shape[0], device=pair_R.device) < num_rows
+    weights_R = torch.where(present_R, weights_P[torch.where(present_R, pair_R, 0).long()], 0) if len(weights_P) else present_R
+    return weights_R.to(wide)[:, None], present_R[:, None]
+
+
+def weighted_swiglu_reference(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> Tensor:
     wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
     gate_RF, up_RF = gate_up_R2F.to(wide).unbind(1)
-    act_RF = torch.nn.functional.silu(gate_RF) * up_RF * weights_R.to(wide)[:, None]
-    present_R1 = (torch.arange(act_RF.shape[0], device=act_RF.device) < num_rows)[:, None]
+    weights_R1, present_R1 = _rows_of(weights_P, pair_R, num_rows, wide)
+    act_RF = torch.nn.functional.silu(gate_RF) * up_RF * weights_R1
     return torch.where(present_R1, act_RF, 0).to(gate_up_R2F.dtype)
 
 
 def weighted_swiglu_backward_reference(
-    grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
     gate_RF, up_RF = gate_up_R2F.to(wide).unbind(1)
-    grad_RF, weights_R1 = grad_RF.to(wide), weights_R.to(wide)[:, None]
+    weights_R1, present_R1 = _rows_of(weights_P, pair_R, num_rows, wide)
+    grad_RF = grad_RF.to(wide)
     sig_RF = torch.sigmoid(gate_RF)
     silu_RF = gate_RF * sig_RF
     grad_gate_RF = grad_RF * weights_R1 * up_RF * (sig_RF + silu_RF * (1 - sig_RF))
-    grad_up_RF = grad_RF * weights_R1 * silu_RF
-    grad_weights_R = (grad_RF * silu_RF * up_RF).sum(1)
-    act_RF = silu_RF * up_RF * weights_R1
-    present_R = torch.arange(act_RF.shape[0], device=act_RF.device) < num_rows
-    present_R1 = present_R[:, None]
-    grad_gate_up_R2F = torch.stack((grad_gate_RF, grad_up_RF), dim=1)
+    grad_gate_up_R2F = torch.stack((grad_gate_RF, grad_RF * weights_R1 * silu_RF), dim=1)
+    present_R = present_R1.squeeze(1)
+    grad_weights_P = torch.zeros_like(weights_P)
+    grad_weights_P[pair_R[present_R].long()] = (grad_RF * silu_RF * up_RF).sum(1)[present_R].to(weights_P.dtype)
     return (
         torch.where(present_R1[:, :, None], grad_gate_up_R2F, 0).to(gate_up_R2F.dtype),
-        torch.where(present_R, grad_weights_R, 0).to(weights_R.dtype),
-        torch.where(present_R1, act_RF, 0).to(gate_up_R2F.dtype),
+        grad_weights_P,
+        torch.where(present_R1, silu_RF * up_RF * weights_R1, 0).to(gate_up_R2F.dtype),
     )
 
 
 @triton.jit
-def _forward_kernel(gate_up_ptr, weight_ptr, num_rows_ptr, act_ptr, F, BLOCK_F: tl.constexpr):
+def _forward_kernel(gate_up_ptr, weight_ptr, pair_ptr, num_rows_ptr, act_ptr, F, BLOCK_F: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     present = row < tl.load(num_rows_ptr)
-    weight = tl.load(weight_ptr + row, mask=present, other=0.0)
+    pair = tl.load(pair_ptr + row, mask=present, other=0).to(tl.int64)
+    weight = tl.load(weight_ptr + pair, mask=present, other=0.0)
     for start in range(0, F, BLOCK_F):
         f = start + tl.arange(0, BLOCK_F)
         mask = (f < F) & present
@@ -60,6 +67,7 @@ def _backward_kernel(
     grad_ptr,
     gate_up_ptr,
     weight_ptr,
+    pair_ptr,
     num_rows_ptr,
     grad_gate_up_ptr,
     grad_weight_ptr,
@@ -69,7 +77,8 @@ def _backward_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     present = row < tl.load(num_rows_ptr)
-    weight = tl.load(weight_ptr + row, mask=present, other=0.0)
+    pair = tl.load(pair_ptr + row, mask=present, other=0).to(tl.int64)
+    weight = tl.load(weight_ptr + pair, mask=present, other=0.0)
     grad_weight = tl.zeros([BLOCK_F], dtype=tl.float32)
     for start in range(0, F, BLOCK_F):
         f = start + tl.arange(0, BLOCK_F)
@@ -85,82 +94,76 @@ def _backward_kernel(
         tl.store(grad_gate_up_ptr + row * 2 * F + f, grad_gate.to(dtype), mask=f < F)
         tl.store(grad_gate_up_ptr + row * 2 * F + F + f, (grad * weight * silu).to(dtype), mask=f < F)
         tl.store(act_ptr + row * F + f, (silu * up * weight).to(dtype), mask=f < F)
-    tl.store(grad_weight_ptr + row, tl.sum(grad_weight))
+    tl.store(grad_weight_ptr + pair, tl.sum(grad_weight), mask=present)
 
 
-def _block(F: int) -> int:
-    return min(triton.next_power_of_2(F), 1024)
+def _block(F: int, most: int) -> int:
+    return min(triton.next_power_of_2(F), most)
 
 
-def _launch_forward(gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> Tensor:
+def _launch_forward(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> Tensor:
     R, _, F = gate_up_R2F.shape
     act_RF = gate_up_R2F.new_empty(R, F)
     if act_RF.numel():
-        _forward_kernel[(R,)](gate_up_R2F, weights_R, num_rows, act_RF, F, BLOCK_F=_block(F), num_warps=4)
+        _forward_kernel[(R,)](gate_up_R2F, weights_P, pair_R, num_rows, act_RF, F, BLOCK_F=_block(F, 1024), num_warps=2)
     return act_RF
 
 
-def _launch_backward(grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _launch_backward(
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     R, _, F = gate_up_R2F.shape
     grad_RF = grad_RF.contiguous()
-    grad_gate_up_R2F = torch.empty_like(gate_up_R2F)
-    grad_weights_R = torch.empty_like(weights_R)
-    act_RF = torch.empty_like(grad_RF)
+    grad_gate_up_R2F, act_RF = torch.empty_like(gate_up_R2F), torch.empty_like(grad_RF)
+    grad_weights_P = torch.zeros_like(weights_P)
     if R:
         _backward_kernel[(R,)](
-            grad_RF,
-            gate_up_R2F,
-            weights_R,
-            num_rows,
-            grad_gate_up_R2F,
-            grad_weights_R,
-            act_RF,
-            F,
-            BLOCK_F=_block(F),
-            num_warps=4,
-        )
-    return grad_gate_up_R2F, grad_weights_R, act_RF
+            grad_RF, gate_up_R2F, weights_P, pair_R, num_rows, grad_gate_up_R2F, grad_weights_P, act_RF, F,
+            BLOCK_F=_block(F, 256), num_warps=2,
+        )  # fmt: skip
+    return grad_gate_up_R2F, grad_weights_P, act_RF
 
 
 @torch.library.custom_op("moe_titan::weighted_swiglu", mutates_args=())
-def weighted_swiglu(gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> Tensor:
-    """``weights * silu(gate) * up``; rows from ``num_rows`` on are zero whatever the input holds there.
+def weighted_swiglu(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> Tensor:
+    """``weights[pair] * silu(gate) * up``; rows from ``num_rows`` on are zero whatever the input holds there.
 
     Args:
         gate_up_R2F: [R, 2, F] contiguous; gate then up.
-        weights_R: [R] routing weights, fp32.
-        num_rows: 0-d or one-element integer tensor on the device, the rows that hold data.
+        weights_P: [P] routing weights, fp32; row r has the weight ``weights_P[pair_R[r]]``.
+        pair_R: [R] integers in [0, P), each at most once, as far as rows hold data.
+        num_rows: one-element integer tensor on the device: the rows that hold data.
     Returns:
         [R, F] in the dtype of ``gate_up_R2F``; computed in fp32.
     """
     if not gate_up_R2F.is_cuda or gate_up_R2F.dtype == torch.float64:
-        return weighted_swiglu_reference(gate_up_R2F, weights_R, num_rows)
-    return _launch_forward(gate_up_R2F, weights_R, num_rows)
+        return weighted_swiglu_reference(gate_up_R2F, weights_P, pair_R, num_rows)
+    return _launch_forward(gate_up_R2F, weights_P, pair_R, num_rows)
 
 
 @weighted_swiglu.register_fake
-def _(gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> Tensor:
+def _(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> Tensor:
     R, _, F = gate_up_R2F.shape
     return gate_up_R2F.new_empty(R, F)
 
 
 @torch.library.custom_op("moe_titan::weighted_swiglu_backward", mutates_args=())
 def weighted_swiglu_backward(
-    grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of :func:`weighted_swiglu`, and the activation again for the down projection's weight gradient.
 
     Returns:
-        grad_gate_up [R, 2, F], grad_weights [R] (fp32), activation [R, F]; all zero from row ``num_rows`` on.
+        grad_gate_up [R, 2, F], grad_weights [P] (fp32, zero for pairs without a row), activation [R, F]; rows from ``num_rows`` on are zero.
     """
     if not gate_up_R2F.is_cuda or gate_up_R2F.dtype == torch.float64:
-        return weighted_swiglu_backward_reference(grad_RF, gate_up_R2F, weights_R, num_rows)
-    return _launch_backward(grad_RF, gate_up_R2F, weights_R, num_rows)
+        return weighted_swiglu_backward_reference(grad_RF, gate_up_R2F, weights_P, pair_R, num_rows)
+    return _launch_backward(grad_RF, gate_up_R2F, weights_P, pair_R, num_rows)
 
 
 @weighted_swiglu_backward.register_fake
-def _(grad_RF: Tensor, gate_up_R2F: Tensor, weights_R: Tensor, num_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(gate_up_R2F), torch.empty_like(weights_R), torch.empty_like(grad_RF)
+def _(grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(gate_up_R2F), torch.empty_like(weights_P), torch.empty_like(grad_RF)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -168,8 +171,8 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad_RF: Tensor):
-    grad_gate_up_R2F, grad_weights_R, _ = weighted_swiglu_backward(grad_RF, *ctx.saved_tensors)
-    return grad_gate_up_R2F, grad_weights_R, None
+    grad_gate_up_R2F, grad_weights_P, _ = weighted_swiglu_backward(grad_RF, *ctx.saved_tensors)
+    return grad_gate_up_R2F, grad_weights_P, None, None
 
 
 weighted_swiglu.register_autograd(_backward, setup_context=_setup_context)

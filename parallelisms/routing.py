@@ -12,30 +12,47 @@ from torch import Tensor
 # Named tuples, since FSDP2's hooks look for tensors in what a module takes and returns as in any tree of containers.
 
 
+class PairOrder(NamedTuple):
+    """(token, choice) pairs sorted by expert, as :func:`kernels.sort.sort_pairs` returns them; pair p is choice p % K of token p // K."""
+
+    pair_P: Tensor
+    row_P: Tensor
+    counts_E: Tensor
+    offsets_E: Tensor
+
+
 class Routing(NamedTuple):
     """What the router decided for this rank's tokens.
 
     ``topk_experts_TK`` int64 in [0, E], where E itself means "not routed" (padding); ``topk_weights_TK`` fp32, zero there;
-    ``tokens_per_expert_E`` int64 counts of this rank's routed (token, expert) pairs; ``balance_loss`` fp32 scalar, this
-    rank's share, already attached to the weights' gradient, or None when every balance loss is off.
+    ``order`` the routed pairs by expert, with the counts; ``balance_loss`` fp32 scalar, this rank's share, already attached to the
+    weights' gradient, or None when every balance loss is off.
     """
 
     topk_experts_TK: Tensor
     topk_weights_TK: Tensor
-    tokens_per_expert_E: Tensor
+    order: PairOrder
     balance_loss: Tensor | None = None
+
+    @property
+    def tokens_per_expert_E(self) -> Tensor:
+        """int64 counts of this rank's routed pairs."""
+        return self.order.counts_E
 
 
 class RoutedTokens(NamedTuple):
     """Rows grouped by local expert: all that experts and combine see of the tokens.
 
-    ``rows_RD``: R is a capacity, rows from ``offsets_e[-1]`` on hold zeros. ``offsets_e`` int32 on the device: where each
-    local expert's rows end. ``weights_R`` fp32: each row's routing weight, zero in the tail.
+    The rows are named, not copied: row r is token ``pair_R[r] // K`` of ``tokens_ND`` with weight ``weights_P[pair_R[r]]``, P = N K. R is a
+    capacity; rows from ``offsets_e[-1]`` on are no token's (-1) and count as zeros. ``row_NK``: where each pair's row stands, -1 for nowhere.
+    ``offsets_e`` int32 on the device: where each local expert's rows end.
     """
 
-    rows_RD: Tensor
+    tokens_ND: Tensor
+    weights_P: Tensor
+    pair_R: Tensor
+    row_NK: Tensor
     offsets_e: Tensor
-    weights_R: Tensor
 
 
 @dataclass
@@ -58,7 +75,13 @@ class RoutingTape:
 
     def record(self, layer: str, routing: Routing) -> None:
         if not self.replay:
-            self.layers[layer] = Routing(*(None if value is None else value.detach() for value in routing))
+            loss = routing.balance_loss
+            self.layers[layer] = Routing(
+                routing.topk_experts_TK,
+                routing.topk_weights_TK.detach(),
+                routing.order,
+                None if loss is None else loss.detach(),
+            )
 
     def chosen_experts(self, layer: str) -> Tensor | None:
         return self.layers[layer].topk_experts_TK if self.replay else None

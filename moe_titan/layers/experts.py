@@ -31,7 +31,7 @@ class GroupedExperts(nn.Module):
     def forward(self, routed: RoutedTokens) -> Tensor:
         """Outputs [R, D] of the local experts, each times its routing weight; rows past the last offset are unspecified."""
         w13_e2FD, w2_eDF = _local(self.w13), _local(self.w2)
-        return expert_mlp(routed.rows_RD, w13_e2FD, w2_eDF, routed.weights_R, routed.offsets_e)
+        return expert_mlp(routed.tokens_ND, w13_e2FD, w2_eDF, routed.weights_P, routed.pair_R, routed.row_NK, routed.offsets_e)
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.moe.moe import MoEArgs
 from torchtitan.models.utils import trunc_normal_
 
-from kernels.gate import gate_logits
+from kernels.route import COUNTED_TOKENS, RouteOptions, route
+from kernels.sort import sort_pairs
 from moe_titan.layers.balance_loss import BalanceLoss, attach_loss
-from parallelisms.dispatch.base import count
-from parallelisms.routing import Routing, RoutingTape
+from parallelisms.routing import PairOrder, Routing, RoutingTape
 
 
 class Router(nn.Module):
@@ -22,7 +22,16 @@ class Router(nn.Module):
 
     def __init__(self, args: MoEArgs, dim: int):
         super().__init__()
-        self.args = args
+        self.num_experts = args.num_experts
+        self.force_balance = args._debug_force_load_balance
+        self.options = RouteOptions(
+            args.top_k,
+            args.score_func == "softmax",
+            args.route_norm,
+            args.route_scale,
+            args.num_expert_groups or 0,
+            args.num_limited_groups or 0,
+        )
         self.gate = nn.Linear(dim, args.num_experts, bias=args.gate_bias)
         self.balance_loss: BalanceLoss | None = None
 
@@ -38,56 +47,30 @@ class Router(nn.Module):
             bias_E: fp32 expert bias, or None.
             tape: the pass's tape (valid tokens, loss denominator, experts to replay), or None.
         """
-        args = self.args
-        logits_TE = gate_logits(x_TD, _local(self.gate.weight))
-        if self.gate.bias is not None:
-            logits_TE = logits_TE + _local(self.gate.bias)
-        scores_TE = logits_TE.softmax(-1) if args.score_func == "softmax" else logits_TE.sigmoid()
-
         valid_T = tape.valid_T if tape is not None else None
-        experts_TK = tape.chosen_experts(layer) if tape is not None else None
-        if experts_TK is None:
-            experts_TK = self._choose(scores_TE.detach(), bias_E)
-            if valid_T is not None:
-                experts_TK = torch.where(valid_T[:, None], experts_TK, args.num_experts)
-
-        weights_TK = scores_TE.gather(1, experts_TK.clamp(max=args.num_experts - 1))
-        if args.route_norm:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        weights_TK = weights_TK * args.route_scale
-        if valid_T is not None:
-            weights_TK = torch.where(valid_T[:, None], weights_TK, 0)
-
+        chosen_TK = tape.chosen_experts(layer) if tape is not None else None
+        if chosen_TK is None and self.force_balance:
+            T, K = x_TD.shape[0], self.options.top_k
+            chosen_TK = torch.arange(T * K, device=x_TD.device).view(T, K) % self.num_experts
+        bias = None if self.gate.bias is None else _local(self.gate.bias)
+        experts_TK, weights_TK, scores_TE, block_counts = route(
+            x_TD,
+            _local(self.gate.weight),
+            self.options,
+            gate_bias_E=bias,
+            bias_E=bias_E,
+            valid_T=valid_T,
+            chosen_TK=chosen_TK,
+        )
         loss = None
         if self.balance_loss is not None and tape is not None:
             loss = self.balance_loss(scores_TE, valid_T, num_sequences, tape.loss_denominator)
             weights_TK = attach_loss(weights_TK, loss)
-        return Routing(experts_TK, weights_TK, count(experts_TK.flatten(), args.num_experts), loss)
-
-    def _choose(self, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
-        args = self.args
-        T, E = scores_TE.shape
-        if args._debug_force_load_balance:
-            return torch.arange(T * args.top_k, device=scores_TE.device).view(T, args.top_k) % E
-        choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
-        if args.num_expert_groups is not None:
-            choice_TGe = choice_TE.unflatten(1, (args.num_expert_groups, -1))
-            group_score_TG = choice_TGe.topk(2, dim=-1).values.sum(-1)
-            kept_TG = torch.zeros_like(group_score_TG, dtype=torch.bool)
-            kept_TG.scatter_(1, stable_topk(group_score_TG, args.num_limited_groups), True)
-            choice_TE = choice_TGe.masked_fill(~kept_TG[:, :, None], -torch.inf).flatten(1)
-        return stable_topk(choice_TE, args.top_k)
-
-
-def stable_topk(scores_TE: Tensor, k: int) -> Tensor:
-    """Indices of the k largest of each row, ties to the lower index: [T, k] int64.
-
-    ``torch.topk`` leaves the order of equal values to the kernel, so that two devices, or two ways of batching, could route a
-    token differently.
-    """
-    return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        block_pairs = COUNTED_TOKENS * self.options.top_k
+        order = PairOrder(*sort_pairs(experts_TK.flatten(), self.num_experts, block_counts, block_pairs))
+        return Routing(experts_TK, weights_TK, order, loss)
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """This rank's copy of a replicated parameter. Its tensor-parallel peers route other tokens, so the gradients are partial sums."""
+    """This rank's copy of a replicated parameter. Its tensor-parallel peers route other tokens, so its gradient is a partial sum."""
     return parameter.to_local(grad_placements=[Partial()]) if isinstance(parameter, DTensor) else parameter

@@ -4,15 +4,13 @@ Moves more than an all-to-all when few of a token's experts are local, but needs
 group's size.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from kernels.permute import permute, unpermute
-from parallelisms.dispatch.base import offsets_of, sort_by_key
+from kernels.permute import unpermute
+from kernels.sort import sort_pairs
 from parallelisms.routing import RoutedTokens, Routing
 
 
@@ -52,11 +50,6 @@ class _ReduceScatter(torch.autograd.Function):
         return _all_gather(grad, ctx.group), None
 
 
-class AllGatherHandle(NamedTuple):
-    token_R: Tensor
-    row_GK: Tensor
-
-
 class AllGatherDispatcher:
     """G tokens are gathered from the group. One host sync a layer, for the number of rows to allocate."""
 
@@ -65,20 +58,19 @@ class AllGatherDispatcher:
         self.num_local = num_experts // ep
         self.first_expert = group.rank() // etp * self.num_local
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, AllGatherHandle]:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, RoutedTokens]:
         x_GD = _AllGather.apply(x_TD, self.group)
         weights_GK = _AllGather.apply(routing.topk_weights_TK, self.group)
         local_GK = _all_gather(routing.topk_experts_TK, self.group) - self.first_expert
         is_local_GK = (local_GK >= 0) & (local_GK < self.num_local)
-        G, K = local_GK.shape
-
         key_P = torch.where(is_local_GK, local_GK, self.num_local).flatten()
-        pair_P, row_P, counts_e = sort_by_key(key_P, self.num_local)
-        pair_R, row_GK = pair_P[: int(counts_e.sum())], row_P.view(G, K)
-        token_R = pair_R // K
-        weights_R = permute(weights_GK.reshape(G * K, 1), pair_R, row_P.view(G * K, 1)).squeeze(1)
-        routed = RoutedTokens(permute(x_GD, token_R, row_GK), offsets_of(counts_e), weights_R)
-        return routed, AllGatherHandle(token_R, row_GK)
+        pair_P, row_P, counts_e, offsets_e = sort_pairs(key_P, self.num_local)
+        pair_R = pair_P[: int(counts_e.sum())]
+        routed = RoutedTokens(x_GD, weights_GK.flatten(), pair_R, row_P.view_as(local_GK), offsets_e)
+        return routed, routed
 
-    def combine(self, rows_RD: Tensor, handle: AllGatherHandle) -> Tensor:
-        return _ReduceScatter.apply(unpermute(rows_RD, handle.token_R, handle.row_GK), self.group)
+    def combine(self, rows_RD: Tensor, handle: RoutedTokens) -> Tensor:
+        # Each rank's share of a token's sum travels in fp32 and is rounded once, with the others'.
+        wide = torch.promote_types(rows_RD.dtype, torch.float32)
+        partial_GD = unpermute(rows_RD.to(wide), handle.row_NK)
+        return _ReduceScatter.apply(partial_GD, self.group).to(rows_RD.dtype)

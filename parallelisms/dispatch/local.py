@@ -1,18 +1,9 @@
-"""All experts on this rank: a permutation and its adjoint."""
+"""All experts on this rank: the router's own order, nothing to send."""
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
-from kernels.permute import permute, unpermute
-from parallelisms.dispatch.base import offsets_of, sort_by_key
+from kernels.permute import unpermute
 from parallelisms.routing import RoutedTokens, Routing
-
-
-class LocalHandle(NamedTuple):
-    token_R: Tensor
-    row_TK: Tensor
 
 
 class LocalDispatcher:
@@ -21,13 +12,11 @@ class LocalDispatcher:
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, LocalHandle]:
-        T, K = routing.topk_experts_TK.shape
-        pair_R, row_P, counts_E = sort_by_key(routing.topk_experts_TK.flatten(), self.num_experts)
-        token_R = torch.where(pair_R >= 0, pair_R // K, -1)
-        rows_RD = permute(x_TD, token_R, row_P.view(T, K))
-        weights_R = permute(routing.topk_weights_TK.reshape(T * K, 1), pair_R, row_P.view(T * K, 1)).squeeze(1)
-        return RoutedTokens(rows_RD, offsets_of(counts_E), weights_R), LocalHandle(token_R, row_P.view(T, K))
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, RoutedTokens]:
+        order = routing.order
+        row_TK = order.row_P.view_as(routing.topk_experts_TK)
+        routed = RoutedTokens(x_TD, routing.topk_weights_TK.flatten(), order.pair_P, row_TK, order.offsets_E)
+        return routed, routed
 
-    def combine(self, rows_RD: Tensor, handle: LocalHandle) -> Tensor:
-        return unpermute(rows_RD, handle.token_R, handle.row_TK)
+    def combine(self, rows_RD: Tensor, handle: RoutedTokens) -> Tensor:
+        return unpermute(rows_RD, handle.row_NK)

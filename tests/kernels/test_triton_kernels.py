@@ -21,11 +21,13 @@ def errors() -> dict[str, float]:
 
 
 KERNELS = [
-    "gather_rows",
+    "spread_rows",
     "gather_sum",
     "weighted_swiglu",
     "weighted_swiglu_backward",
     "sort_pairs",
+    "route",
+    "route_backward",
     "partial_cross_entropy",
     "cross_entropy_backward",
 ]

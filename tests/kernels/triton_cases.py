@@ -10,7 +10,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from kernels import cross_entropy, permute, sort, swiglu
+from kernels import cross_entropy, permute, route, sort, swiglu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Rounding of one result: one unit in the last place of bf16, as the interpreter rounds towards zero; a few operations in fp32.
@@ -28,19 +28,32 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return worst if worst == worst else float("inf")
 
 
-def gather_rows_cases():
+def places(T: int, K: int, rows: int) -> torch.Tensor:
+    """Distinct rows for some of the T * K pairs, -1 for the others."""
+    row_TK = torch.full((T * K,), -1, dtype=torch.int32)
+    pairs = torch.randperm(T * K)[: max(rows - 1, 0)]
+    row_TK[pairs] = torch.randperm(rows)[: len(pairs)].int()
+    return row_TK.view(T, K)
+
+
+def spread_rows_cases():
     for name, dtype in DTYPES.items():
-        for T, R, D in ((5, 7, 24), (3, 11, 1), (9, 4, 33), (2, 3, 2049), (4, 0, 8), (1, 5, 0)):
-            x_TD, token_R = torch.randn(T, D, dtype=dtype), torch.randint(-1, T, (R,))
-            expected = permute.gather_rows_reference(x_TD, token_R)
-            yield f"gather_rows {name} {T}x{D} to {R}", error(permute._launch_gather_rows(x_TD, token_R), expected)
+        for T, K, R, D in (
+            (5, 2, 7, 24),
+            (3, 4, 11, 1),
+            (9, 1, 4, 33),
+            (2, 3, 5, 2049),
+            (4, 2, 0, 8),
+            (0, 2, 0, 8),
+            (2, 2, 3, 0),
+        ):
+            x_TD, row_TK = torch.randn(T, D, dtype=dtype), places(T, K, R)
+            named = row_TK[row_TK >= 0].long()
+            expected = permute.spread_rows_reference(x_TD, row_TK, R)[named]
+            yield f"spread_rows {name} {T}x{D} to {R}", error(permute._launch_spread_rows(x_TD, row_TK, R)[named], expected)
             strided_TD = torch.randn(T, 2 * D + 1, dtype=dtype)[:, 1 : D + 1]
-            expected = permute.gather_rows_reference(strided_TD, token_R.int())
-            yield f"gather_rows {name} strided {D}", error(permute._launch_gather_rows(strided_TD, token_R.int()), expected)
-        x_TD = torch.randn(6, 5, dtype=dtype).t()
-        token_R = torch.tensor([4, -1, 0])
-        expected = permute.gather_rows_reference(x_TD, token_R)
-        yield f"gather_rows {name} transposed", error(permute._launch_gather_rows(x_TD, token_R), expected)
+            expected = permute.spread_rows_reference(strided_TD, row_TK, R)[named]
+            yield f"spread_rows {name} strided {D}", error(permute._launch_spread_rows(strided_TD, row_TK, R)[named], expected)
 
 
 def gather_sum_cases():
@@ -61,13 +74,15 @@ def swiglu_cases():
     for name, dtype in DTYPES.items():
         for R, F, num_rows in ((7, 24, 7), (5, 1, 3), (9, 33, 8), (3, 1025, 2), (4, 16, 0), (0, 8, 0)):
             gate_up_R2F, grad_RF = torch.randn(R, 2, F, dtype=dtype), torch.randn(R, F, dtype=dtype)
-            weights_R, count = torch.rand(R), torch.tensor([num_rows], dtype=torch.int32)
-            for tensor in (gate_up_R2F, grad_RF, weights_R):
+            weights_P, count = torch.rand(2 * R), torch.tensor([num_rows], dtype=torch.int32)
+            pair_R = torch.randperm(2 * R)[:R].int()
+            pair_R[num_rows:] = -1
+            for tensor in (gate_up_R2F, grad_RF):
                 tensor[num_rows:] = torch.nan
             case = f"{name} {R}x{F}, {num_rows} rows"
-            expected = swiglu.weighted_swiglu_reference(gate_up_R2F, weights_R, count)
-            yield f"weighted_swiglu {case}", error(swiglu._launch_forward(gate_up_R2F, weights_R, count), expected)
-            inputs = (grad_RF, gate_up_R2F, weights_R, count)
+            expected = swiglu.weighted_swiglu_reference(gate_up_R2F, weights_P, pair_R, count)
+            yield f"weighted_swiglu {case}", error(swiglu._launch_forward(gate_up_R2F, weights_P, pair_R, count), expected)
+            inputs = (grad_RF, gate_up_R2F, weights_P, pair_R, count)
             outputs = ("gate_up", "weights", "act")
             for output, actual, wanted in zip(
                 outputs, swiglu._launch_backward(*inputs), swiglu.weighted_swiglu_backward_reference(*inputs), strict=True
@@ -84,9 +99,40 @@ def sort_pairs_cases():
             ("int32", torch.randint(0, num_keys + 1, (P,), dtype=torch.int32)),
         ):
             expected = sort.sort_pairs_reference(key_P, num_keys)
-            outputs = zip(sort._launch_sort(key_P, num_keys), expected, strict=True)
+            outputs = zip(sort._launch_sort(key_P, num_keys, None, 0), expected, strict=True)
             equal = all(actual.dtype == wanted.dtype and torch.equal(actual, wanted) for actual, wanted in outputs)
             yield f"sort_pairs {name} {P} of {num_keys}", 0.0 if equal else float("inf")
+
+
+def route_cases():
+    """In fp32: the interpreter cannot multiply bf16 matrices. Sums of many products, each rounded, get ten times the tolerance."""
+    options = (
+        route.RouteOptions(2, True, True, 1.5),
+        route.RouteOptions(3, False, True, 2.5, groups=4, limited_groups=2),
+        route.RouteOptions(6, True, False, 1.0, groups=4, limited_groups=3),
+        route.RouteOptions(1, False, False, 1.0),
+    )
+    for (T, D, E), option in zip(((70, 48, 6), (33, 40, 16), (65, 64, 20), (1, 16, 3)), options, strict=True):
+        for given in (False, True):
+            x_TD, gate_ED = torch.randn(T, D), 0.3 * torch.randn(E, D)
+            optional = (torch.randn(E), 0.1 * torch.randn(E), torch.rand(T) < 0.8) if given else (None, None, None)
+            expected = route.route_reference(x_TD, gate_ED, *optional, None, option)
+            case = f"{T}x{D}, {E} experts, {'biased' if given else 'bare'}"
+            for label, chosen_TK in (("chosen", None), ("given", expected[0])):
+                experts, weights, scores, counts = route._launch_route(x_TD, gate_ED, *optional, chosen_TK, option)
+                same = torch.equal(experts, expected[0]) and torch.equal(counts, route.block_counts_reference(experts, E))
+                yield f"route {label} experts {case}", 0.0 if same else float("inf")
+                yield f"route {label} weights {case}", error(weights, expected[1]) / 10
+                yield f"route {label} scores {case}", error(scores, expected[2]) / 10
+            ordered = sort._launch_sort(experts.flatten(), E, counts, route.COUNTED_TOKENS * option.top_k)
+            wanted = sort.sort_pairs_reference(experts.flatten(), E)
+            equal = all(torch.equal(a, b) for a, b in zip(ordered, wanted, strict=True))
+            yield f"sort_pairs by the router's counts {case}", 0.0 if equal else float("inf")
+            for label, grad_scores_TE in (("weights", None), ("weights and scores", torch.randn(T, E))):
+                inputs = (torch.randn(T, option.top_k), grad_scores_TE, scores, experts, x_TD, gate_ED, option)
+                actual, wanted = route._launch_route_backward(*inputs), route.route_backward_reference(*inputs)
+                for output, a, b in zip(("logits", "x", "gate"), actual, wanted, strict=True):
+                    yield f"route_backward {output} of {label} {case}", error(a, b) / 10
 
 
 def cross_entropy_cases():
@@ -107,7 +153,7 @@ def cross_entropy_cases():
             yield f"cross_entropy_backward {name} {T}x{V} from {first}", error(logits_TV, wanted)
 
 
-CASES = (gather_rows_cases, gather_sum_cases, swiglu_cases, sort_pairs_cases, cross_entropy_cases)
+CASES = (spread_rows_cases, gather_sum_cases, swiglu_cases, sort_pairs_cases, route_cases, cross_entropy_cases)
 
 if __name__ == "__main__":
     torch.manual_seed(0)

@@ -34,9 +34,7 @@ DEEPSEEK_V3 = DeepSeekV3ModelArgs(
     qk_rope_head_dim=8,
     v_head_dim=16,
 )
-LLAMA3 = TransformerModelArgs(
-    dim=48, n_layers=2, n_heads=6, n_kv_heads=3, vocab_size=97, multiple_of=32, max_seq_len=64
-)
+LLAMA3 = TransformerModelArgs(dim=48, n_layers=2, n_heads=6, n_kv_heads=3, vocab_size=97, multiple_of=32, max_seq_len=64)
 SMALL_MODELS = {
     "qwen3": (Qwen3Model, QWEN3),
     "qwen3_moe": (Qwen3Model, QWEN3_MOE),

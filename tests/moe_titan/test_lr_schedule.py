@@ -23,9 +23,7 @@ class Schedule:
 
 @pytest.mark.parametrize("warmup_steps, decay_ratio", [*product([0, 1, 7, 30], [None, 0.0, 0.3, 0.77, 1.0])])
 @pytest.mark.parametrize("decay_type, min_lr_factor", [*product(["linear", "sqrt", "cosine"], [0.0, 0.1])])
-def test_matches_torchtitan(
-    warmup_steps: int, decay_ratio: float | None, decay_type: str, min_lr_factor: float
-) -> None:
+def test_matches_torchtitan(warmup_steps: int, decay_ratio: float | None, decay_type: str, min_lr_factor: float) -> None:
     total_steps = 23
     schedule = Schedule(warmup_steps, decay_ratio, decay_type, min_lr_factor)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)

@@ -27,9 +27,7 @@ def make_config(folder: Path, **metrics: object) -> SimpleNamespace:
         "progress_bar": True,
         "disable_color_printing": False,
     }
-    return SimpleNamespace(
-        job=SimpleNamespace(dump_folder=str(folder)), metrics=SimpleNamespace(**(defaults | metrics))
-    )
+    return SimpleNamespace(job=SimpleNamespace(dump_folder=str(folder)), metrics=SimpleNamespace(**(defaults | metrics)))
 
 
 def log_step(metrics: MetricsLogger, step: int, **values: object) -> None:
@@ -151,16 +149,12 @@ def test_line_ends_with_progress(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     log_step(metrics, 2)
     metrics.close()
     first, second = caplog.messages
-    assert first.startswith(
-        "step 1  loss 0.3333  grad_norm 2.500  lr 1.00e-03  tokens/s/GPU 256  TFLOP/s/GPU 0.256  MFU -"
-    )
+    assert first.startswith("step 1  loss 0.3333  grad_norm 2.500  lr 1.00e-03  tokens/s/GPU 256  TFLOP/s/GPU 0.256  MFU -")
     assert "step 500 ms  data 250 ms" in first
     assert second.endswith("25% done, 00:00 left")
 
 
-def test_bar_is_drawn_on_a_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bar_is_drawn_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (120, 40))
     terminal = io.StringIO()
@@ -206,9 +200,7 @@ def test_load_statistics_of_one_expert_that_takes_all() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_setup_logging(
-    rank: int, tmp_path: Path, root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_setup_logging(rank: int, tmp_path: Path, root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(str(tmp_path), rank)
     setup_logging(str(tmp_path), rank)
     logging.getLogger("moe_titan.trainer").info("ours")

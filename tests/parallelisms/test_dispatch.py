@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kernels.permute import permute
+from kernels.sort import sort_pairs
 from parallelisms.dispatch import build_dispatcher
-from parallelisms.dispatch.base import offsets_of, sort_by_key
 from parallelisms.dispatch.local import LocalDispatcher
 from parallelisms.folded_mesh import FoldedMesh, Layout
-from parallelisms.routing import Routing
+from parallelisms.routing import PairOrder, RoutedTokens, Routing
 
 T, D, K, EXPERTS = 7, 5, 3, 8
 DEGREES = [(1, 2), (2, 1), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4), (8, 1), (1, 8)]
@@ -22,8 +23,21 @@ def make_routing(rank: int, fill: str) -> Routing:
     valid_T = torch.rand(T, generator=generator) < 0.6 if fill == PADDED else torch.full((T,), fill == FILLED or rank % 2 == 0)
     experts_TK = torch.where(valid_T[:, None], experts_TK, EXPERTS)
     weights_TK = (valid_T[:, None].double() / K).expand(T, K).contiguous()
-    counts_E = torch.bincount(experts_TK.flatten(), minlength=EXPERTS + 1)[:EXPERTS]
-    return Routing(experts_TK, weights_TK.requires_grad_(), counts_E)
+    return Routing(experts_TK, weights_TK.requires_grad_(), PairOrder(*sort_pairs(experts_TK.flatten(), EXPERTS)))
+
+
+def rows_of(routed: RoutedTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows that the routed tokens name, [R, D], and their weights, [R]: zero past the last offset."""
+    rows_RD = permute(routed.tokens_ND, routed.row_NK, len(routed.pair_R))
+    weights_R = permute(routed.weights_P[:, None], routed.row_NK.reshape(-1, 1), len(routed.pair_R)).squeeze(1)
+    choices = routed.row_NK.shape[1]
+    assert all(pair // choices == n for r, pair in enumerate(routed.pair_R.tolist()) if pair >= 0 for n in [named(routed, r)])
+    return rows_RD, weights_R
+
+
+def named(routed: RoutedTokens, row: int) -> int:
+    """The token that says it stands at a row."""
+    return (routed.row_NK == row).nonzero()[0, 0].item()
 
 
 def token_names(rank: int) -> torch.Tensor:
@@ -34,6 +48,7 @@ def token_names(rank: int) -> torch.Tensor:
 def check_rows(routed, group_ranks: list[int], first_expert: int, num_local: int, fill: str) -> None:
     """The rows of each local expert are those tokens of the group that chose it, and none else; the tail is zero."""
     start = 0
+    rows_RD, weights_R = rows_of(routed)
     for local, end in enumerate(routed.offsets_e.tolist()):
         wanted = [
             token_names(rank)[t, 0].item()
@@ -41,10 +56,10 @@ def check_rows(routed, group_ranks: list[int], first_expert: int, num_local: int
             for t in range(T)
             if first_expert + local in make_routing(rank, fill).topk_experts_TK[t].tolist()
         ]
-        assert routed.rows_RD[start:end, 0].tolist() == wanted, f"expert {first_expert + local}"
-        assert torch.equal(routed.weights_R[start:end], torch.full((end - start,), 1 / K, dtype=torch.float64))
+        assert rows_RD[start:end, 0].tolist() == wanted, f"expert {first_expert + local}"
+        assert torch.equal(weights_R[start:end], torch.full((end - start,), 1 / K, dtype=torch.float64))
         start = end
-    assert not routed.rows_RD[start:].any() and not routed.weights_R[start:].any()
+    assert not rows_RD[start:].any() and not weights_R[start:].any() and (routed.pair_R[start:] == -1).all()
     assert len(routed.offsets_e) == num_local
 
 
@@ -53,7 +68,8 @@ def round_trip(dispatcher, rank: int, etp: int, fill: str, check) -> None:
     routing, x_TD = make_routing(rank, fill), token_names(rank).requires_grad_()
     routed, handle = dispatcher.dispatch(x_TD, routing)
     check(routed)
-    y_TD = dispatcher.combine(routed.rows_RD * routed.weights_R[:, None] / etp, handle)
+    rows_RD, weights_R = rows_of(routed)
+    y_TD = dispatcher.combine(rows_RD * weights_R[:, None] / etp, handle)
     valid_T1 = (routing.topk_experts_TK[:, :1] < EXPERTS).double()
     torch.testing.assert_close(y_TD, x_TD * valid_T1, rtol=1e-14, atol=0)
     grad_TD = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(rank + 50))
@@ -97,10 +113,11 @@ def _bf16_sum(kind: str) -> float:
     """Eight partial sums of a token: one of 1 and seven of 2^-9, all of which bf16 addition would drop one by one."""
     mesh = FoldedMesh(Layout(dp_shard=8, ep=1, etp=8), "cpu")
     dispatcher = build_dispatcher(kind, 1, mesh.dispatch_group, 1, 8)
-    routing = Routing(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), torch.ones(1, dtype=torch.int64))
+    experts_TK = torch.zeros(1, 1, dtype=torch.int64)
+    routing = Routing(experts_TK, torch.ones(1, 1), PairOrder(*sort_pairs(experts_TK.flatten(), 1)))
     routed, handle = dispatcher.dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing)
     part = 1.0 if dist.get_rank() == 0 else 2.0**-9
-    return dispatcher.combine(routed.rows_RD * part, handle).item()
+    return dispatcher.combine(rows_of(routed)[0] * part, handle).item()
 
 
 @pytest.mark.parametrize("kind", ["alltoall", "allgather"])
@@ -113,9 +130,9 @@ def test_auto_is_local_for_a_group_of_one() -> None:
     assert isinstance(build_dispatcher("auto", EXPERTS, None, 1, 1), LocalDispatcher)
 
 
-def test_sort_by_key() -> None:
-    pair_P, row_P, counts = sort_by_key(torch.tensor([2, 0, 3, 2, 3, 0]), 3)
+def test_sort_pairs() -> None:
+    pair_P, row_P, counts, offsets = sort_pairs(torch.tensor([2, 0, 3, 2, 3, 0]), 3)
     assert pair_P.tolist() == [1, 5, 0, 3, -1, -1]
     assert row_P.tolist() == [2, 0, -1, 3, -1, 1]
     assert counts.tolist() == [2, 0, 2]
-    assert offsets_of(counts).tolist() == [2, 2, 4] and offsets_of(counts).dtype == torch.int32
+    assert offsets.tolist() == [2, 2, 4] and offsets.dtype == torch.int32

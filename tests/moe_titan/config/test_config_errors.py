@@ -256,8 +256,6 @@ def test_all_problems_are_reported_at_once_with_their_source(tmp_path):
 def test_a_relation_names_the_source_of_its_key(tmp_path):
     path = tmp_path / "layout.toml"
     path.write_text("[parallelism]\nexpert_parallel_degree = 3\n")
-    assert message([*flags(MOE, ""), "--config", str(path)], 3).startswith(
-        f"{path}: parallelism.expert_parallel_degree"
-    )
+    assert message([*flags(MOE, ""), "--config", str(path)], 3).startswith(f"{path}: parallelism.expert_parallel_degree")
     argv = [*flags(MOE, "--parallelism.expert_parallel_degree 6"), "--config", str(path)]
     assert message(argv, 6).startswith("command line: parallelism.expert_parallel_degree = 6")

@@ -33,9 +33,7 @@ def write_config(folder: Path, **entries) -> None:
 
 
 def config(tokenizer: str, folder: Path | str = "") -> SimpleNamespace:
-    return SimpleNamespace(
-        training=SimpleNamespace(tokenizer=tokenizer), model=SimpleNamespace(hf_assets_path=str(folder))
-    )
+    return SimpleNamespace(training=SimpleNamespace(tokenizer=tokenizer), model=SimpleNamespace(hf_assets_path=str(folder)))
 
 
 def test_bytes() -> None:

@@ -13,7 +13,7 @@ from torchtitan.models.moe.moe import MoEArgs
 from moe_titan.layers.load_balancer import LoadBalancer
 from moe_titan.layers.moe import MoE
 from parallelisms.folded_mesh import Layout
-from parallelisms.routing import Routing, RoutingTape
+from parallelisms.routing import PairOrder, Routing, RoutingTape
 
 E = 4
 
@@ -25,7 +25,8 @@ def layers(*coeffs: float | None) -> nn.ModuleList:
 
 def tape(**counts: list[int]) -> RoutingTape:
     nothing = torch.zeros(0, 2)
-    return RoutingTape(layers={f"layers.{n[1:]}": Routing(nothing.long(), nothing, torch.tensor(c)) for n, c in counts.items()})
+    orders = {name: PairOrder(nothing, nothing, torch.tensor(count), nothing) for name, count in counts.items()}
+    return RoutingTape(layers={f"layers.{name[1:]}": Routing(nothing.long(), nothing, order) for name, order in orders.items()})
 
 
 def test_sign_rule() -> None:
