@@ -71,7 +71,7 @@ def expert_mlp(
         row_NK: [N, K] int32, where each pair stands in that order, -1 for nowhere.
         offsets_E: [E] int32 ends of the groups.
     Returns:
-        [R, D]; rows past the last offset are unspecified. Saves for backward x, the gate/up pre-activations [R, 2, F] and the indices;
-        rows and activation are made again.
+        [R, D]; rows past the last offset are unspecified. Saves for backward x, the gate/up pre-activations [R, 2, F] and the
+        indices; rows and activation are made again.
     """
     return _ExpertMLP.apply(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E)

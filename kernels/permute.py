@@ -1,7 +1,8 @@
 """Moving token rows into expert order and back: two ops that are each other's adjoint.
 
-``row_TK`` says where each of a token's K copies stands in that order. ``spread_rows`` writes a token to its rows, ``gather_sum`` adds a
-token's rows; the gradient of either is the other, so nothing is added by scattering, and both are deterministic. A place of -1 names no
+``row_TK`` says where each of a token's K copies stands in that order. ``spread_rows`` writes a token to its rows,
+``gather_sum`` adds a token's rows; the gradient of either is the other, so nothing is added by scattering, and both are
+deterministic. A place of -1 names no
 row: it is not written and adds nothing, which is how tokens that are not routed stay out.
 """
 
@@ -145,7 +146,7 @@ class _Unpermute(torch.autograd.Function):
 
 
 def permute(x_TD: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
-    """Copies tokens into rows: ``rows[row_TK[t, k]] = x[t]``; rows that no token names are unspecified. See :func:`spread_rows`."""
+    """Copies tokens into rows, ``rows[row_TK[t, k]] = x[t]``; others are unspecified. See :func:`spread_rows`."""
     return _Permute.apply(x_TD, row_TK, num_rows)
 
 

@@ -1,7 +1,7 @@
 """The router: gate product, scores and top-K choice in one kernel, and its gradient in three launches, all in fp32.
 
-The gate's products run on the tensor cores in fp32's precision: with bf16 tokens as products with the two or three bf16 parts that an
-fp32 number splits into, else as three TF32 products. A plain fp32 GEMM of these shapes is many times slower.
+The gate's products run on the tensor cores in fp32's precision: with bf16 tokens as products with the two or three bf16 parts
+that an fp32 number splits into, else as three TF32 products. A plain fp32 GEMM of these shapes is many times slower.
 """
 
 from dataclasses import dataclass
@@ -312,7 +312,8 @@ def _launch_route_backward(grad_weights_TK, grad_scores_TE, scores_TE, experts_T
         _logits_grad_kernel[(triton.cdiv(T, block),)](
             grad_weights_TK.contiguous(), None if grad_scores_TE is None else grad_scores_TE.contiguous(),
             scores_TE, experts_TK, gate_ED, grad_logits_TE, grad_x_TD, T, D, E, options.scale,
-            SOFTMAX=options.softmax, NORMALIZE=options.normalize, BLOCK_T=block, BLOCK_D=_block_d(x_TD, E), num_warps=_warps(E), **pads,
+            SOFTMAX=options.softmax, NORMALIZE=options.normalize, BLOCK_T=block, BLOCK_D=_block_d(x_TD, E),
+            num_warps=_warps(E), **pads,
         )  # fmt: skip
     block_e, block_d = min(pads["E_P"], 128), _block_d(x_TD, E)
     _gate_grad_kernel[(triton.cdiv(D, block_d), slices, triton.cdiv(E, block_e))](
@@ -444,9 +445,9 @@ def route(
         valid_T: bool; the others are not routed.
         chosen_TK: experts to take instead of choosing.
     Returns:
-        ``experts_TK`` int64, best first and ties to the lower index, E for tokens not routed; ``weights_TK`` fp32, zero there; ``scores_TE`` fp32;
-        ``block_counts`` int32: how often each expert, or none (the last), was chosen by every ``COUNTED_TOKENS`` tokens. Weights and scores are differentiable to
-        x, gate and gate bias.
+        ``experts_TK`` int64, best first and ties to the lower index, E for tokens not routed; ``weights_TK`` fp32, zero there;
+        ``scores_TE`` fp32; ``block_counts`` int32: how often each expert, or none (the last), was chosen by every
+        ``COUNTED_TOKENS`` tokens. Weights and scores are differentiable to x, gate and gate bias.
     """
     o = options
     weights_TK, scores_TE, experts_TK, block_counts = _route(

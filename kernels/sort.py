@@ -1,7 +1,7 @@
 """Stable order of (token, choice) pairs by key, on the device and without a host sync.
 
-A counting sort in blocks: count the keys of every block (the router does so itself), add up what lies before each block, place each
-block's pairs. Integer arithmetic throughout, so the order is the same on every run and device.
+A counting sort in blocks: count the keys of every block (the router does so itself), add up what lies before each block, place
+each block's pairs. Integer arithmetic throughout, so the order is the same on every run and device.
 """
 
 import torch
@@ -120,7 +120,8 @@ def sort_pairs(
         block_counts: how often each key, the last being "leave out", occurs in every ``block_pairs`` consecutive pairs:
             [blocks, num_keys + 1] int32; counted here if None.
     Returns:
-        ``pair_P`` int32: the pairs in key order, those left out last and given as -1; ``row_P`` int32: each pair's place in that order, -1
-        for those left out; ``counts`` [num_keys] int64: pairs per key; ``offsets`` [num_keys] int32: where each key's pairs end.
+        ``pair_P`` int32: the pairs in key order, those left out last and given as -1; ``row_P`` int32: each pair's place in
+        that order, -1 for those left out; ``counts`` [num_keys] int64: pairs per key; ``offsets`` [num_keys] int32: where each
+        key's pairs end.
     """
     return _sort_pairs(key_P, num_keys, block_counts, block_pairs)

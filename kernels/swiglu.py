@@ -154,7 +154,8 @@ def weighted_swiglu_backward(
     """Gradient of :func:`weighted_swiglu`, and the activation again for the down projection's weight gradient.
 
     Returns:
-        grad_gate_up [R, 2, F], grad_weights [P] (fp32, zero for pairs without a row), activation [R, F]; rows from ``num_rows`` on are zero.
+        grad_gate_up [R, 2, F], grad_weights [P] (fp32, zero for pairs without a row), activation [R, F]; rows from
+        ``num_rows`` on are zero.
     """
     if not gate_up_R2F.is_cuda or gate_up_R2F.dtype == torch.float64:
         return weighted_swiglu_backward_reference(grad_RF, gate_up_R2F, weights_P, pair_R, num_rows)

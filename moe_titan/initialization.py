@@ -1,8 +1,8 @@
 """Initial weights that depend on the seed and a parameter's name alone, not on the layout, the device or the order.
 
-The model's own ``init_weights`` says how each parameter is filled. It runs once on meta tensors while its calls of ``torch.nn.init``
-are noted instead of carried out; every rank then fills its shards as noted, with random numbers that are a function of (seed,
-name, index of the element), so that any shard can be made alone.
+The model's own ``init_weights`` says how each parameter is filled. It runs once on meta tensors while its calls of
+``torch.nn.init`` are noted instead of carried out; every rank then fills its shards as noted, with random numbers that are a
+function of (seed, name, index of the element), so that any shard can be made alone.
 """
 
 import hashlib

@@ -26,7 +26,7 @@ MATMULS = {aten.mm.default, aten.addmm.default, aten.linear.default}
 
 
 def checkpoint_blocks(model: nn.Module, every: int) -> None:
-    """Checkpoints every ``every``-th block in full, in place: its input and its tokens' experts are kept, the rest is recomputed."""
+    """Checkpoints every ``every``-th block in full, in place: only its input and its tokens' experts are kept."""
     for index, block in enumerate(model.layers.values()):
         if index % every == 0:
             block.forward = partial(_checkpoint, block.forward, context_fn=replay_contexts)

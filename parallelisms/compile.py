@@ -7,8 +7,8 @@ from torch import nn
 def apply_compile(model: nn.Module, backend: str) -> None:
     """Compiles every block's forward in place, and shared experts apart.
 
-    A MoE layer's routed part runs between two compiled regions (its number of rows is data), so token counts never enter a compiled
-    graph and cannot cause a recompilation.
+    A MoE layer's routed part runs between two compiled regions (its number of rows is data), so token counts never enter a
+    compiled graph and cannot cause a recompilation.
     """
     # Blocks share one code object and differ by the tensors that they close over.
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 4 * len(model.layers))

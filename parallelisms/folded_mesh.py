@@ -1,4 +1,4 @@
-"""Two meshes over the same ranks: one for the dense part of the model, one for its experts (parallel folding, arXiv 2504.14960)."""
+"""Two meshes over the same ranks: one for the dense part, one for the experts (parallel folding, arXiv 2504.14960)."""
 
 import math
 from dataclasses import dataclass

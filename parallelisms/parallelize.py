@@ -35,8 +35,8 @@ class ParallelOptions:
 def parallelize(model: nn.Module, mesh: FoldedMesh, options: ParallelOptions) -> ShardingPlan:
     """Parallelises a model that lies on the meta device, in place, and returns where everything lies.
 
-    Tensor and expert parallelism place parameters; selective recomputation goes inside compiled regions and recomputation of whole
-    blocks around them, since a compiled block is several graphs; FSDP2 comes last and shards what the others placed.
+    Tensor and expert parallelism place parameters; selective recomputation goes inside compiled regions and recomputation of
+    whole blocks around them, since a compiled block is several graphs; FSDP2 comes last and shards what the others placed.
     """
     if mesh.layout.tp > 1:
         apply_tensor_parallel(model, mesh.dim("tp"), options.loss_parallel)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class PairOrder(NamedTuple):
-    """(token, choice) pairs sorted by expert, as :func:`kernels.sort.sort_pairs` returns them; pair p is choice p % K of token p // K."""
+    """(token, choice) pairs by expert, from :func:`kernels.sort.sort_pairs`; pair p is choice p % K of token p // K."""
 
     pair_P: Tensor
     row_P: Tensor
@@ -25,8 +25,8 @@ class Routing(NamedTuple):
     """What the router decided for this rank's tokens.
 
     ``topk_experts_TK`` int64 in [0, E], where E itself means "not routed" (padding); ``topk_weights_TK`` fp32, zero there;
-    ``order`` the routed pairs by expert, with the counts; ``balance_loss`` fp32 scalar, this rank's share, already attached to the
-    weights' gradient, or None when every balance loss is off.
+    ``order`` the routed pairs by expert, with the counts; ``balance_loss`` fp32 scalar, this rank's share, already attached to
+    the weights' gradient, or None when every balance loss is off.
     """
 
     topk_experts_TK: Tensor
@@ -43,9 +43,9 @@ class Routing(NamedTuple):
 class RoutedTokens(NamedTuple):
     """Rows grouped by local expert: all that experts and combine see of the tokens.
 
-    The rows are named, not copied: row r is token ``pair_R[r] // K`` of ``tokens_ND`` with weight ``weights_P[pair_R[r]]``, P = N K. R is a
-    capacity; rows from ``offsets_e[-1]`` on are no token's (-1) and count as zeros. ``row_NK``: where each pair's row stands, -1 for nowhere.
-    ``offsets_e`` int32 on the device: where each local expert's rows end.
+    The rows are named, not copied: row r is token ``pair_R[r] // K`` of ``tokens_ND`` with weight ``weights_P[pair_R[r]]``, P =
+    N K. R is a capacity; rows from ``offsets_e[-1]`` on are no token's (-1) and count as zeros. ``row_NK``: where each pair's
+    row stands, -1 for nowhere. ``offsets_e`` int32 on the device: where each local expert's rows end.
     """
 
     tokens_ND: Tensor

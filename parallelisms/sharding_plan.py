@@ -62,7 +62,7 @@ def _sharded_over_tp(parameter: nn.Parameter) -> bool:
 
 
 def _expert_shard_dim(parameter: nn.Parameter, shards: int) -> int:
-    """By expert while every shard gets one, else within the experts, along the first divisible dimension that etp leaves whole."""
+    """By expert while every shard gets one, else within experts, along a divisible dimension that etp leaves whole."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.shape[0] >= shards:
         return 0

@@ -72,5 +72,5 @@ class Router(nn.Module):
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """This rank's copy of a replicated parameter. Its tensor-parallel peers route other tokens, so its gradient is a partial sum."""
+    """This rank's copy of a replicated parameter; its gradient is partial, since tensor-parallel peers route other tokens."""
     return parameter.to_local(grad_placements=[Partial()]) if isinstance(parameter, DTensor) else parameter

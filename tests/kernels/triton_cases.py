@@ -105,7 +105,7 @@ def sort_pairs_cases():
 
 
 def route_cases():
-    """In fp32: the interpreter cannot multiply bf16 matrices. Sums of many products, each rounded, get ten times the tolerance."""
+    """In fp32, since the interpreter cannot multiply bf16 matrices; sums of many products get ten times the tolerance."""
     options = (
         route.RouteOptions(2, True, True, 1.5),
         route.RouteOptions(3, False, True, 2.5, groups=4, limited_groups=2),
