@@ -1,6 +1,7 @@
-"""Cross-entropy over logits of a compute type, with the gradient written where the logits were.
+"""Output projection and cross-entropy in one, a slice of the tokens at a time.
 
-No fp32 copy of the logits exists at any time: forward reads them once, backward reads them and replaces them by their gradient.
+The logits of all tokens never exist, and no fp32 copy of any: a slice's logits are read once for the loss and then replaced by
+their gradient, from which the gradients of the projection follow at once. Backward only scales them.
 """
 
 import torch
@@ -121,38 +122,56 @@ def _block(V: int) -> int:
     return min(triton.next_power_of_2(V), 4096)
 
 
-class _CrossEntropySum(torch.autograd.Function):
+# Logits that exist at a time.
+_SLICE = 1 << 29
+
+
+class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits_TV: Tensor, labels_T: Tensor, ignored: int, group: ProcessGroup | None) -> Tensor:
-        logits_TV = logits_TV.contiguous()
-        first = 0 if group is None else group.rank() * logits_TV.shape[1]
-        max_T, sum_T, target_T = partial_cross_entropy(logits_TV, labels_T, first)
-        if group is not None:
-            local_max_T = max_T.clone()
-            dist.all_reduce(max_T, dist.ReduceOp.MAX, group=group)
-            both_2T = torch.stack((sum_T * (local_max_T - max_T).exp(), target_T))
-            dist.all_reduce(both_2T, group=group)
-            sum_T, target_T = both_2T.unbind()
-        lse_T = max_T + sum_T.log()
-        trained_T = labels_T != ignored
-        ctx.first = first
-        ctx.save_for_backward(logits_TV, labels_T, lse_T, trained_T)
-        return torch.where(trained_T, lse_T - target_T, 0).sum()
+    def forward(ctx, h_TD, weight_VD, labels_T, ignored: int, group: ProcessGroup | None, differentiate: bool) -> Tensor:
+        wide = torch.promote_types(h_TD.dtype, torch.float32)
+        first = 0 if group is None else group.rank() * len(weight_VD)
+        slices = max(-(-h_TD.shape[0] * len(weight_VD) // _SLICE), 1)
+        loss, grad_h_parts, grad_weight_VD = h_TD.new_zeros((), dtype=wide), [], torch.zeros((), dtype=wide, device=h_TD.device)
+        for h_tD, labels_t in zip(h_TD.chunk(slices), labels_T.chunk(slices), strict=True):
+            logits_tV = h_tD @ weight_VD.t()
+            lse_t, target_t = _reduced(*partial_cross_entropy(logits_tV, labels_t, first), group)
+            trained_t = labels_t != ignored
+            loss += torch.where(trained_t, lse_t - target_t, 0).sum()
+            if differentiate:
+                cross_entropy_backward_(logits_tV, labels_t, lse_t, trained_t.to(wide), first)
+                grad_h_parts.append(logits_tV @ weight_VD)
+                grad_weight_VD = grad_weight_VD + logits_tV.t() @ h_tD
+        if differentiate:
+            ctx.save_for_backward(torch.cat(grad_h_parts), grad_weight_VD.to(weight_VD.dtype))
+        return loss
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        logits_TV, labels_T, lse_T, trained_T = ctx.saved_tensors
-        grad_T = (trained_T * grad).to(lse_T.dtype)
-        cross_entropy_backward_(logits_TV, labels_T, lse_T, grad_T, ctx.first)
-        return logits_TV, None, None, None
+        grad_h_TD, grad_weight_VD = ctx.saved_tensors
+        return grad_h_TD * grad, grad_weight_VD * grad, *[None] * 4
 
 
-def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor, ignored: int, group: ProcessGroup | None = None) -> Tensor:
-    """Sum over trained tokens of the negative log-likelihood, in fp32 (fp64 for fp64 logits); consumes the logits in backward.
+def _reduced(max_T: Tensor, sum_T: Tensor, target_T: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and label's logit over the whole vocabulary, from each rank's share."""
+    if group is not None:
+        local_max_T = max_T.clone()
+        dist.all_reduce(max_T, dist.ReduceOp.MAX, group=group)
+        both_2T = torch.stack((sum_T * (local_max_T - max_T).exp(), target_T))
+        dist.all_reduce(both_2T, group=group)
+        sum_T, target_T = both_2T.unbind()
+    return max_T + sum_T.log(), target_T
+
+
+def linear_cross_entropy_sum(
+    h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, ignored: int, group: ProcessGroup | None = None
+) -> Tensor:
+    """Sum over trained tokens of the negative log-likelihood of ``h @ weight^T``, in fp32 (fp64 for fp64 input).
 
     Args:
-        logits_TV: [T, V]; with ``group``, this rank's equal share of the vocabulary's columns, in rank order.
+        h_TD, weight_VD: same floating dtype; with ``group``, this rank's equal share of the vocabulary's rows, in rank order, and
+            then the gradient of h is this rank's share of a sum.
         labels_T: [T] int64 in the whole vocabulary, ``ignored`` where not trained.
         group: ranks among which the vocabulary is cut; each returns the whole sum. None: not cut.
     """
-    return _CrossEntropySum.apply(logits_TV, labels_T, ignored, group)
+    return _LinearCrossEntropySum.apply(h_TD, weight_VD, labels_T, ignored, group, torch.is_grad_enabled())

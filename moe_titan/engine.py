@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torchtitan.protocols.model import BaseModelArgs
 
-from kernels.cross_entropy import cross_entropy_sum
 from moe_titan.data import IGNORED, MicroBatch
 from moe_titan.initialization import initialize, record_initialization
 from moe_titan.layers.balance_loss import BalanceLoss
@@ -71,6 +70,7 @@ class Engine:
     ):
         self.args, self.mesh, self.device, self.options, self.parallel = args, mesh, device, options, parallel
         self.model = build_model(name, args)
+        self.model.output.group = mesh.group("tp")
         programs = record_initialization(self.model, device)
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(options.master_dtype)
@@ -86,7 +86,6 @@ class Engine:
             implementation=options.implementation,
         )
         self.balancer = LoadBalancer(self.model, mesh.stage_group)
-        self._vocabulary_group = mesh.group("tp") if parallel.loss_parallel else None
 
     def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Trains on this rank's micro-batches (equally many, equally shaped on every rank).
@@ -149,8 +148,8 @@ class Engine:
     def _loss_sum(self, batch: MicroBatch) -> Tensor:
         """Sum of the cross-entropy over this data rank's trained tokens, the same on its tensor-parallel peers."""
         masks = attention_masks(self.args, batch.tokens_BS, self.options.eos_id)
-        logits_BSV = self.model(batch.tokens_BS, attention_masks=masks)
-        return cross_entropy_sum(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), IGNORED, self._vocabulary_group)
+        with self.model.output.expecting(batch.labels_BS):
+            return self.model(batch.tokens_BS, attention_masks=masks)
 
     def _valid(self, batch: MicroBatch) -> Tensor | None:
         if batch.valid_BS is None:

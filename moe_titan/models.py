@@ -14,18 +14,22 @@ from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan.protocols.model import BaseModelArgs
 
+from moe_titan.layers.head import Head
 from moe_titan.layers.moe import MoE
 
 MODELS: dict[str, type[nn.Module]] = {"llama3": Transformer, "qwen3": Qwen3Model, "deepseek_v3": DeepSeekV3Model}
 
 
 def build_model(name: str, args: BaseModelArgs) -> nn.Module:
-    """The model of the given arguments on the meta device, every MoE block ours, under torchtitan's names and shapes."""
+    """The model of the given arguments on the meta device, MoE blocks and head ours, under torchtitan's names and shapes."""
     with torch.device("meta"):
         model = MODELS[name](args)
         for index, block in model.layers.items():
             if getattr(block, "moe_enabled", False):
                 block.moe = MoE(args.moe_args, args.dim, args.moe_inter_dim, layer=f"layers.{index}")
+        model.output = Head(args.dim, args.vocab_size)
+        if getattr(model, "enable_weight_tying", False):
+            model.output.weight = model.tok_embeddings.weight
     if getattr(args, "attn_type", "sdpa") == "flex" and not torch.cuda.is_available():
         for block in model.layers.values():
             block.attention.inner_attention = DenseMaskAttention()

@@ -246,7 +246,6 @@ def _parallel_options(config: Config) -> ParallelOptions:
         dispatcher=config.moe.dispatcher,
         param_dtype=DTYPES[config.training.mixed_precision_param],
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward != "never",
-        loss_parallel=not config.parallelism.disable_loss_parallel,
         recompute=recompute.mode,
         recompute_option=recompute.selective_ac_option,
         compile_backend=compiling.backend if compiling.enable and "model" in compiling.components else None,

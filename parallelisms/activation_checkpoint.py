@@ -35,25 +35,29 @@ def checkpoint_blocks(model: nn.Module, every: int) -> None:
 def checkpoint_selectively(model: nn.Module) -> None:
     """Checkpoints attention and feed-forward of every block, in place, by operation.
 
-    Attention's output, collectives and every other matmul are kept. The routed experts are left alone: they recompute their
-    activation in any case.
+    Attention keeps its core's output and recomputes its projections, which are cheap for their size; feed-forward keeps every
+    other matmul; both keep what collectives brought. The routed experts are left alone: they recompute their activation anyway.
     """
     for block in model.layers.values():
         moe = block.moe if getattr(block, "moe_enabled", False) else None
         feed_forward = block.feed_forward if moe is None else moe.shared_experts
-        for part in filter(None, (block.attention, feed_forward)):
-            part.forward = partial(_checkpoint, part.forward, context_fn=_save_expensive_ops)
+        _checkpoint_part(block.attention, save_matmuls=False)
+        if feed_forward is not None:
+            _checkpoint_part(feed_forward, save_matmuls=True)
 
 
-def _save_expensive_ops():
+def _checkpoint_part(part: nn.Module, save_matmuls: bool) -> None:
+    part.forward = partial(_checkpoint, part.forward, context_fn=partial(_save_expensive_ops, save_matmuls))
+
+
+def _save_expensive_ops(save_matmuls: bool):
     matmuls = {False: 0, True: 0}
 
     def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-        if op in MATMULS:
+        saved = op in SAVED_OPS
+        if save_matmuls and op in MATMULS:
             matmuls[ctx.is_recompute] += 1
             saved = matmuls[ctx.is_recompute] % 2 == 1
-        else:
-            saved = op in SAVED_OPS
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -26,7 +26,6 @@ class ParallelOptions:
     dispatcher: str = "auto"
     param_dtype: torch.dtype = torch.bfloat16
     reshard_after_forward: bool = True
-    loss_parallel: bool = True
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_option: str = "op"
     compile_backend: str | None = None
@@ -39,7 +38,7 @@ def parallelize(model: nn.Module, mesh: FoldedMesh, options: ParallelOptions) ->
     whole blocks around them, since a compiled block is several graphs; FSDP2 comes last and shards what the others placed.
     """
     if mesh.layout.tp > 1:
-        apply_tensor_parallel(model, mesh.dim("tp"), options.loss_parallel)
+        apply_tensor_parallel(model, mesh.dim("tp"))
     apply_expert_parallel(model, mesh, options.dispatcher)
     plan = ShardingPlan(model, mesh)
     selective = options.recompute == "selective"

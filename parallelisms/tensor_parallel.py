@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -40,6 +40,21 @@ class VocabularyParallel(RowwiseParallel):
         return outputs.redistribute(placements=output_layouts).to_local()
 
 
+class VocabularyHead(ParallelStyle):
+    """An output projection cut by vocabulary, on plain tensors: the whole sequence in, its share of the vocabulary out."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def whole_sequence(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+            h = args[0] if isinstance(args[0], DTensor) else DTensor.from_local(args[0], device_mesh, [Shard(1)])
+            return (h.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]),)
+
+        def cut(_: str, head: nn.Module, mesh: DeviceMesh) -> None:
+            head.weight = nn.Parameter(distribute_tensor(head.weight, mesh, [Shard(0)]))
+
+        module.register_forward_pre_hook(whole_sequence)
+        return distribute_module(module, device_mesh, cut)
+
+
 class ReplicatedParameters(ParallelStyle):
     """Parameters become replicated DTensors; inputs and outputs stay as they are."""
 
@@ -47,21 +62,19 @@ class ReplicatedParameters(ParallelStyle):
         return distribute_module(module, device_mesh)
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, loss_parallel: bool) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Places every dense parameter of the model on ``mesh`` and hooks the modules, in place.
 
-    Between modules the residual stream is a plain tensor [B, S / tp, D]. Logits leave as this rank's share of the
-    vocabulary with ``loss_parallel``, else whole.
+    Between modules the residual stream is a plain tensor [B, S / tp, D]. Logits leave as this rank's share of the vocabulary.
 
     Args:
         model: a torchtitan llama3, qwen3 or deepseek_v3 model on any device.
         mesh: one-dimensional, of more than one rank.
     """
-    logits = Shard(-1) if loss_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": VocabularyParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=logits),
+        "output": VocabularyHead(),
     }
     tied = getattr(model, "enable_weight_tying", False)
     for name, block in model.layers.items():

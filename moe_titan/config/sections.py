@@ -126,7 +126,6 @@ class Parallelism:
         "default", "Whether FSDP frees gathered parameters after forward"
     )
     tensor_parallel_degree: int = key(1, "Ranks that attention and dense layers are split over", at_least(1))
-    disable_loss_parallel: bool = key(False, "Gather the logits over the tensor-parallel ranks before the loss")
     pipeline_parallel_degree: int = key(1, "Pipeline stages; only 1 is supported", _UNSPLIT)
     context_parallel_degree: int = key(1, "Ranks that a sequence is split over; only 1 is supported", _UNSPLIT)
     expert_parallel_degree: int = key(1, "Ranks that the experts are spread over", at_least(1))

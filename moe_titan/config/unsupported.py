@@ -16,6 +16,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "training.enable_cpu_offload": (False, 'shard over more ranks, or use activation_checkpoint.mode = "full"'),
     "training.gc_debug": (False, "leave it out"),
     "parallelism.enable_async_tensor_parallel": (False, "leave it out"),
+    "parallelism.disable_loss_parallel": (False, "the loss is always computed over the cut vocabulary"),
     "checkpoint.initial_load_in_hf": (False, "only DCP checkpoints are read"),
     "checkpoint.initial_load_in_hf_quantized": (False, "only DCP checkpoints are read"),
     "checkpoint.last_save_in_hf": (False, "checkpoints are written as DCP"),

@@ -122,9 +122,8 @@ def test_balance_losses_and_padding(pool, single_process, model, layout) -> None
     assert all(balance > 0 for balance in expected["balance"])
 
 
-@pytest.mark.parametrize("parallel", [{"loss_parallel": False}, {"reshard_after_forward": False}], ids=str)
-def test_options_change_no_number(pool, single_process, parallel) -> None:
-    ranks = pool.run(4, _train, "deepseek", L(1, 2, 2, 2, 1), "auto", parallel)
+def test_keeping_gathered_parameters_changes_no_number(pool, single_process) -> None:
+    ranks = pool.run(4, _train, "deepseek", L(1, 2, 2, 2, 1), "auto", {"reshard_after_forward": False})
     assert_same_run(ranks[0], single_process("deepseek"))
 
 

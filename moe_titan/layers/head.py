@@ -1,0 +1,38 @@
+"""The output projection, which gives the loss itself when it is told what to expect."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from kernels.cross_entropy import linear_cross_entropy_sum
+from moe_titan.data import IGNORED
+
+
+class Head(nn.Linear):
+    """Takes the place of a model's ``output`` under the same name and shape.
+
+    With tensor parallelism it sees the whole sequence and holds its share of the vocabulary, over ``group``.
+    """
+
+    def __init__(self, dim: int, vocab_size: int):
+        super().__init__(dim, vocab_size, bias=False)
+        self.group: ProcessGroup | None = None
+        self._labels_BS: Tensor | None = None
+
+    @contextmanager
+    def expecting(self, labels_BS: Tensor) -> Iterator[None]:
+        """Within it, the model's forward returns the sum of the cross-entropy over trained positions instead of logits."""
+        self._labels_BS = labels_BS
+        try:
+            yield
+        finally:
+            self._labels_BS = None
+
+    def forward(self, h_BSD: Tensor) -> Tensor:
+        weight_VD = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        if self._labels_BS is None:
+            return nn.functional.linear(h_BSD, weight_VD)
+        return linear_cross_entropy_sum(h_BSD.flatten(0, 1), weight_VD, self._labels_BS.flatten(), IGNORED, self.group)
