@@ -148,7 +148,7 @@ class Engine:
     def _loss_sum(self, batch: MicroBatch) -> Tensor:
         """Sum of the cross-entropy over this data rank's trained tokens, the same on its tensor-parallel peers."""
         masks = attention_masks(self.args, batch.tokens_BS, self.options.eos_id)
-        with self.model.output.expecting(batch.labels_BS):
+        with self.model.output.expecting(batch.labels_BS, IGNORED):
             return self.model(batch.tokens_BS, attention_masks=masks)
 
     def _valid(self, batch: MicroBatch) -> Tensor | None:

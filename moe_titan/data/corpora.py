@@ -7,11 +7,11 @@ import os
 import sysconfig
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moe_titan.data.source import RandomAccessSource, Source
+from moe_titan.data.source import RandomAccessSource, Source, text_of
 
 if TYPE_CHECKING:
     from moe_titan.config.sections import Training
@@ -102,22 +102,6 @@ def _line_offsets(file: Path) -> np.ndarray:
     with file.open("rb") as stream:
         lengths = np.fromiter((len(line) for line in stream), np.int64)
     return (np.cumsum(lengths) - lengths)[lengths > len(b"\r\n")]
-
-
-def text_of(record: Any, text_key: str, where: str) -> str:
-    """The text of a record.
-
-    Raises:
-        ValueError: the record is not a mapping with a string under `text_key`.
-    """
-    text = record.get(text_key) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        kinds = {key: type(value).__name__ for key, value in record.items()} if isinstance(record, dict) else {}
-        raise ValueError(
-            f"training.text_key = {text_key!r}: no text under this key in {where}, which has {kinds or 'no keys'}. "
-            "Set training.text_key to a key that holds a string in every record."
-        )
-    return text
 
 
 def stdlib_files() -> list[Path]:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 
-from moe_titan.data.corpora import text_of
-from moe_titan.data.source import RandomAccessSource, Source, StreamingSource
+from moe_titan.data.source import RandomAccessSource, Source, StreamingSource, text_of
 
 if TYPE_CHECKING:
     from moe_titan.config.sections import Training

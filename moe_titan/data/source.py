@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -110,6 +110,22 @@ class StreamingSource(Source):
                     "data position was saved. Resume with the same data."
                 )
             epoch, begin = epoch + 1, 0
+
+
+def text_of(record: Any, text_key: str, where: str) -> str:
+    """The text of a record.
+
+    Raises:
+        ValueError: the record is not a mapping with a string under `text_key`.
+    """
+    text = record.get(text_key) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        kinds = {key: type(value).__name__ for key, value in record.items()} if isinstance(record, dict) else {}
+        raise ValueError(
+            f"training.text_key = {text_key!r}: no text under this key in {where}, which has {kinds or 'no keys'}. "
+            "Set training.text_key to a key that holds a string in every record."
+        )
+    return text
 
 
 def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:

@@ -8,7 +8,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from kernels.cross_entropy import linear_cross_entropy_sum
-from moe_titan.data import IGNORED
 
 
 class Head(nn.Linear):
@@ -20,19 +19,19 @@ class Head(nn.Linear):
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
         self.group: ProcessGroup | None = None
-        self._labels_BS: Tensor | None = None
+        self._expected: tuple[Tensor, int] | None = None
 
     @contextmanager
-    def expecting(self, labels_BS: Tensor) -> Iterator[None]:
-        """Within it, the model's forward returns the sum of the cross-entropy over trained positions instead of logits."""
-        self._labels_BS = labels_BS
+    def expecting(self, labels_BS: Tensor, ignored: int) -> Iterator[None]:
+        """Within it, the model's forward returns the sum of the cross-entropy over positions whose label is not ``ignored``."""
+        self._expected = labels_BS.flatten(), ignored
         try:
             yield
         finally:
-            self._labels_BS = None
+            self._expected = None
 
     def forward(self, h_BSD: Tensor) -> Tensor:
         weight_VD = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        if self._labels_BS is None:
+        if self._expected is None:
             return nn.functional.linear(h_BSD, weight_VD)
-        return linear_cross_entropy_sum(h_BSD.flatten(0, 1), weight_VD, self._labels_BS.flatten(), IGNORED, self.group)
+        return linear_cross_entropy_sum(h_BSD.flatten(0, 1), weight_VD, *self._expected, self.group)
