@@ -78,9 +78,13 @@ def block_counts_reference(experts_TK: Tensor, num_experts: int) -> Tensor:
     return torch.nn.functional.pad(counts_TE, (0, 0, 0, padding)).unflatten(0, (-1, COUNTED_TOKENS)).sum(1).int()
 
 
+# The choice that an expert outside of the eligible ones presents; a chosen one then presents -inf.
+OUT_OF_REACH = tl.constexpr(-3e38)
+
+
 @triton.jit
 def _limit_groups(choice_TE, e_E, E, GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, LIMITED: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Leaves the experts of the LIMITED groups whose two best sum highest; all others become -inf."""
+    """Leaves the experts of the LIMITED groups whose two best sum highest; all others become OUT_OF_REACH."""
     g_G = tl.arange(0, GROUPS_P)
     group_E = e_E // (E // GROUPS)
     strength_TG = tl.full([BLOCK_T, GROUPS_P], -float("inf"), tl.float32)
@@ -96,7 +100,7 @@ def _limit_groups(choice_TE, e_E, E, GROUPS: tl.constexpr, GROUPS_P: tl.constexp
         at_T = tl.min(tl.where(strength_TG == best_T[:, None], g_G[None, :], GROUPS_P), axis=1)
         strength_TG = tl.where(g_G[None, :] == at_T[:, None], -float("inf"), strength_TG)
         kept_TE = kept_TE | (group_E[None, :] == at_T[:, None])
-    return tl.where(kept_TE, choice_TE, -float("inf"))
+    return tl.where(kept_TE, choice_TE, OUT_OF_REACH)
 
 
 @triton.jit
@@ -145,7 +149,7 @@ def _route_kernel(
     choice_TE = scores_TE
     if bias_ptr is not None:
         choice_TE += tl.load(bias_ptr + e_E, mask=in_E, other=0.0)[None, :]
-    choice_TE = tl.where(in_E[None, :], choice_TE, -float("inf"))
+    choice_TE = tl.where(in_E[None, :], choice_TE, OUT_OF_REACH)
     if GROUPS > 0:
         choice_TE = _limit_groups(choice_TE, e_E, E, GROUPS, GROUPS_P, LIMITED, BLOCK_T)
     experts_TK = tl.zeros([BLOCK_T, K_P], tl.int32)
@@ -155,7 +159,6 @@ def _route_kernel(
     routed_T = in_T
     if valid_ptr is not None:
         routed_T = in_T & (tl.load(valid_ptr + t_T, mask=in_T, other=0) != 0)
-    taken_TE = tl.zeros([BLOCK_T, E_P], tl.int32)
     for k in tl.static_range(K):
         here_K = (k_K == k)[None, :]
         if chosen_ptr is not None:
@@ -164,10 +167,9 @@ def _route_kernel(
             # The first of the largest: ties go to the lower index.
             best_T = tl.max(choice_TE, axis=1)
             at_T = tl.min(tl.where(choice_TE == best_T[:, None], e_E[None, :], E), axis=1)
-            choice_TE = tl.where(e_E[None, :] == at_T[:, None], -float("inf"), choice_TE)
             experts_TK = tl.where(here_K, at_T[:, None], experts_TK)
         at_TE = e_E[None, :] == at_T[:, None]
-        taken_TE += (at_TE & routed_T[:, None]).to(tl.int32)
+        choice_TE = tl.where(at_TE, -float("inf"), choice_TE)
         score_T = tl.sum(tl.where(at_TE, scores_TE, 0.0), axis=1)
         weights_TK = tl.where(here_K, score_T[:, None], weights_TK)
     if NORMALIZE:
@@ -176,7 +178,8 @@ def _route_kernel(
     weights_TK = tl.where(experts_TK < E, weights_TK * scale, 0.0)
     tl.store(experts_ptr + t_T[:, None] * K + k_K[None, :], experts_TK.to(tl.int64), mask=in_TK)
     tl.store(weights_ptr + t_T[:, None] * K + k_K[None, :], weights_TK, mask=in_TK)
-    counts_SE = tl.sum(tl.reshape(taken_TE, [BLOCK_T // COUNTED_T, COUNTED_T, E_P]), axis=1)
+    taken_TE = (choice_TE == -float("inf")) & routed_T[:, None]
+    counts_SE = tl.sum(tl.reshape(taken_TE.to(tl.int32), [BLOCK_T // COUNTED_T, COUNTED_T, E_P]), axis=1)
     s_S = tl.program_id(0) * (BLOCK_T // COUNTED_T) + tl.arange(0, BLOCK_T // COUNTED_T)
     in_S = s_S * COUNTED_T < T
     tl.store(block_counts_ptr + s_S[:, None] * (E + 1) + e_E[None, :], counts_SE, mask=in_S[:, None] & in_E[None, :])

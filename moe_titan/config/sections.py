@@ -79,10 +79,10 @@ class LRScheduler:
 
 @dataclass
 class DataLoader:
-    num_workers: int = key(0, "Processes that load data; 0 loads in the training process", at_least(0))
-    persistent_workers: bool = key(False, "Keep the workers alive between epochs; needs num_workers > 0")
+    num_workers: int = key(0, "Above 0, a thread reads batches ahead; 0 reads them when they are wanted", at_least(0))
+    persistent_workers: bool = key(False, "Accepted for torchtitan's sake: the thread lives as long as the run")
     pin_memory: bool = key(False, "Put batches into pinned memory")
-    prefetch_factor: int | None = key(None, "Batches that each worker prepares; needs num_workers > 0", at_least(1))
+    prefetch_factor: int | None = key(None, "Steps to read ahead, needs num_workers > 0; none means 2", at_least(1))
 
 
 @dataclass

@@ -16,6 +16,7 @@ from kernels.grouped_mm import (
 )
 from kernels.permute import gather_sum, permute, spread_rows, unpermute
 from kernels.route import COUNTED_TOKENS, RouteOptions, block_counts_reference, route
+from kernels.sort import _sort_pairs
 from kernels.swiglu import weighted_swiglu, weighted_swiglu_backward, weighted_swiglu_reference
 
 GROUPS = [[0, 1, 7, 63, 65], [3, 0, 0, 2], [0, 0, 0], [5], [0, 4]]
@@ -47,7 +48,7 @@ def test_ops_are_registered_correctly(dtype) -> None:
     x_TD, rows_RD, row_TK = torch.randn(4, 6, dtype=dtype), torch.randn(7, 6, dtype=dtype), places(4, 2, 7)
     torch.library.opcheck(spread_rows, (x_TD, row_TK, 7))
     torch.library.opcheck(gather_sum, (rows_RD, row_TK))
-    torch.library.opcheck(torch.ops.moe_titan.sort_pairs.default, (torch.tensor([2, 0, 3, 2, 1]), 3, None, 0))
+    torch.library.opcheck(_sort_pairs, (torch.tensor([2, 0, 3, 2, 1]), 3, None, 0))
     gate_up_R2F, weights_P = torch.randn(5, 2, 3, dtype=dtype), torch.rand(8)
     index = (torch.tensor([6, 0, 3, 7, -1], dtype=torch.int32), torch.tensor([4]))
     torch.library.opcheck(weighted_swiglu, (gate_up_R2F.requires_grad_(), weights_P.requires_grad_(), *index))
