@@ -5,6 +5,7 @@ Every tensor is saved with its place in the whole, so that any layout loads what
 """
 
 import io
+import json
 import logging
 import re
 import shutil
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     from moe_titan.config import Config
 
 logger = logging.getLogger(__name__)
+
+CORPUS_KEYS = (
+    *(f"training.{key}" for key in ("dataset", "dataset_config", "dataset_split", "text_key", "tokenizer")),
+    "debug.seed",
+)
+"""What a position in the data is a position in. Files may have moved, so their path is not among it."""
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -111,11 +118,21 @@ class Checkpointer:
         if dist.get_rank() == 0:
             # Until the new one is complete there is none. This rank plans the writing: none has begun on the others.
             shutil.rmtree(target, ignore_errors=True)
+            self._set_aside_later(progress.step)
         dcp.save(state, checkpoint_id=target)
         logger.info("saved %s", target)
         if dist.get_rank() == 0 and self.settings.keep_latest_k:
             for old in sorted(complete_steps(self.folder))[: -self.settings.keep_latest_k]:
                 shutil.rmtree(self.folder / f"step-{old}")
+
+    def _set_aside_later(self, step: int) -> None:
+        """Renames the checkpoints of a branch that this run left by going back, so that none of them counts as its newest."""
+        for later in sorted(complete_steps(self.folder)):
+            if later > step:
+                aside = self.folder / f"abandoned-step-{later}"
+                shutil.rmtree(aside, ignore_errors=True)
+                (self.folder / f"step-{later}").rename(aside)
+                logger.warning("step %d of the run that this one went back from is now %s", later, aside)
 
     def load(self, found: Found) -> Progress:
         """Loads a checkpoint; returns how far its run was, nothing for a model alone.
@@ -168,6 +185,7 @@ class Checkpointer:
             "train_state.step": progress.step,
             "train_state.ntokens_seen": progress.tokens,
             "dataloader.position": self._data_position(),
+            "dataloader.corpus": json.dumps({key: self.config.get(key) for key in CORPUS_KEYS}),
             f"rng.rank_{dist.get_rank()}": _random_state(self.engine.device),
         }
 
@@ -175,7 +193,8 @@ class Checkpointer:
         excluded = tuple(f"{part}." for part in self.settings.exclude_from_loading)
         wanted = {key: value for key, value in self._run_state(Progress()).items() if not key.startswith(excluded)}
         # A run on more ranks than the saved one, and one that torchtitan saved, has no random numbers to continue with.
-        return {key: value for key, value in wanted.items() if key in saved or not key.startswith("rng.")}
+        optional = ("rng.", "dataloader.corpus")
+        return {key: value for key, value in wanted.items() if key in saved or not key.startswith(optional)}
 
     def _torchtitan_state(self, progress: Progress, next_lr: float) -> dict[str, Any]:
         """What torchtitan wants to find besides, and this project takes from the configuration."""
@@ -201,6 +220,12 @@ class Checkpointer:
             logical, _ = next(iter(logical_tensors(name, self.engine.optimizer.parameters[name])))
             if (key := f"optimizer.state.{logical}.step") in state:
                 count.copy_(state[key])
+        for key, value in json.loads(state.get("dataloader.corpus", "{}")).items():
+            if self.config.get(key) != value:
+                what = (
+                    f"the position in the data is of a run with {value!r}; go back to that, or read the data from its start with"
+                )
+                raise CheckpointError(self.config.problem(key, f'{what} checkpoint.exclude_from_loading = ["dataloader"]'))
         if "dataloader.position" in state:
             try:
                 self.data.load_state_dict({"position": state["dataloader.position"]})

@@ -72,8 +72,9 @@ class Engine:
         self.model = build_model(name, args)
         self.model.output.group = mesh.group("tp")
         programs = record_initialization(self.model, device)
-        for parameter in self.model.parameters():
-            parameter.data = parameter.data.to(options.master_dtype)
+        for name, parameter in self.model.named_parameters():
+            if ".router." not in name:
+                parameter.data = parameter.data.to(options.master_dtype)
         self._set_balance_losses()
         self.plan = parallelize(self.model, mesh, parallel)
         initialize(self.model, programs, options.seed, device)

@@ -1,7 +1,11 @@
 """Everything that a user gives a run, read and checked before any process group starts."""
 
+import fcntl
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
 
 from torchtitan.protocols.model import BaseModelArgs
 
@@ -13,13 +17,14 @@ from moe_titan.data.source import Source
 
 @dataclass(frozen=True)
 class Inputs:
-    """``checkpoint``: what to start from, None for a fresh start."""
+    """``checkpoint``: what to start from, None for a fresh start. ``lock``: while open, rank 0's hold on the output folder."""
 
     config: Config
     model_args: BaseModelArgs
     tokenizer: Tokenizer
     source: Source
     checkpoint: Found | None
+    lock: IO[str] | None
 
 
 def read_inputs(argv: Sequence[str], world_size: int) -> Inputs:
@@ -40,4 +45,21 @@ def read_inputs(argv: Sequence[str], world_size: int) -> Inputs:
             f"model.overrides.vocab_size: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model embeds only "
             f"{args.vocab_size}; set it to at least {tokenizer.vocab_size}, or choose another tokenizer"
         )
-    return Inputs(config, args, tokenizer, source, checkpoint)
+    return Inputs(config, args, tokenizer, source, checkpoint, _claim_folder(config))
+
+
+def _claim_folder(config: Config) -> IO[str] | None:
+    """Makes the output folder and holds it for this run, on rank 0."""
+    folder = Path(config.job.dump_folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.environ.get("RANK", "0") != "0":
+            return None
+        lock = open(folder / ".lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
+    except BlockingIOError:
+        problem = "another run is writing there; wait for it, or choose another folder"
+    except OSError as error:
+        problem = f"must be a folder that can be written ({error.strerror}); choose another"
+    raise ConfigError(config.problem("job.dump_folder", problem))

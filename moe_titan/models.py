@@ -1,8 +1,8 @@
 """torchtitan's models with our MoE layers in them."""
 
 import torch
-from torch import nn
-from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask
 from torchtitan.models.attention import (
     create_attention_mask,
     create_varlen_metadata_for_document,
@@ -12,7 +12,7 @@ from torchtitan.models.attention import (
 from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.models.qwen3.model.model import Qwen3Model
-from torchtitan.protocols.model import BaseModelArgs
+from torchtitan.protocols.model import AttentionMasksType, BaseModelArgs
 
 from moe_titan.layers.head import Head
 from moe_titan.layers.moe import MoE
@@ -37,23 +37,29 @@ def build_model(name: str, args: BaseModelArgs) -> nn.Module:
 
 
 class DenseMaskAttention(nn.Module):
-    """Stands in for flex attention where it has no backward pass (CPU): the block mask spelled out as a dense one."""
+    """Stands in for flex attention where it has no backward pass (CPU); :func:`attention_masks` has spelled out the mask."""
 
-    def forward(self, q, k, v, *, block_mask, scale=None, enable_gqa=False):
-        mask = create_mask(block_mask.mask_mod, block_mask.shape[0], None, q.shape[2], k.shape[2], device=q.device)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, scale: float | None = None, enable_gqa: bool = False
+    ) -> Tensor:
+        mask = block_mask.dense_mask
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
 
 
-def attention_masks(args: BaseModelArgs, tokens_BS: torch.Tensor, eos_id: int):
+def attention_masks(args: BaseModelArgs, tokens_BS: Tensor, eos_id: int) -> AttentionMasksType | None:
     """What the model's attention type takes: None for SDPA, else causal masks, within documents for block-causal flavors."""
     match getattr(args, "attn_type", "sdpa"):
         case "flex":
             mods = [get_causal_mask_mod()]
             if args.attn_mask_type == "block_causal":
                 mods.append(get_document_mask_mod(tokens_BS, eos_id))
-            batch = tokens_BS.shape[0] if len(mods) > 1 else 1
-            make = create_attention_mask if tokens_BS.is_cuda else create_block_mask
-            return make(and_masks(*mods), batch, None, tokens_BS.shape[1], tokens_BS.shape[1], device=tokens_BS.device)
+            (B, S), device = tokens_BS.shape, tokens_BS.device
+            shape = (B if len(mods) > 1 else 1, None, S, S)
+            if tokens_BS.is_cuda:
+                return create_attention_mask(and_masks(*mods), *shape, device=device)
+            mask = create_block_mask(and_masks(*mods), *shape, device=device)
+            mask.dense_mask = create_mask(and_masks(*mods), *shape, device=device)
+            return mask
         case "varlen":
             return create_varlen_metadata_for_document(tokens_BS, eos_id)
         case _:

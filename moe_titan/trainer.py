@@ -34,6 +34,7 @@ class Trainer:
 
     def __init__(self, inputs: Inputs):
         self.config = config = inputs.config
+        self._lock = inputs.lock
         self.device = _start_processes(config)
         setup_logging(config.job.dump_folder, dist.get_rank())
         self._set_determinism()
@@ -71,6 +72,8 @@ class Trainer:
             NonFiniteGradient: naming step, rank and parameter; the last checkpoint is as it was.
         """
         steps = self.config.training.steps
+        if self.step >= steps:
+            logger.warning("nothing is left to train: the run stands at step %d and training.steps = %d", self.step, steps)
         gc.collect()
         gc.disable()  # Left to itself, Python collects on each rank at another moment, and every rank waits for each.
         seconds = data_seconds = 0.0
@@ -103,6 +106,8 @@ class Trainer:
     def close(self) -> None:
         self.metrics.close()
         dist.destroy_process_group()
+        if self._lock is not None:
+            self._lock.close()
 
     def _take_step(self, batches: list[MicroBatch], lr: float) -> StepResult:
         try:

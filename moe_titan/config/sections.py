@@ -10,6 +10,7 @@ from moe_titan.config.values import NOT_EMPTY, POSITIVE, Rule, at_least, between
 BUILT_IN_DATASETS = ("stdlib", "text", "json", "parquet", "c4", "c4_test", "c4_validation")
 OVERRIDES = "model.overrides"
 
+SECONDS = between(1, 10**8)
 _UNSPLIT = Rule("1: this kind of parallelism is not supported yet", lambda degree: degree == 1)
 _MINUS_1_OR_POSITIVE = Rule("-1 or >= 1", lambda value: value == -1 or value >= 1)
 
@@ -41,7 +42,7 @@ class Profiling:
 class Metrics:
     log_freq: int = key(10, "Steps from one logged step to the next", at_least(1))
     enable_tensorboard: bool = key(False, "Write metrics for TensorBoard")
-    disable_color_printing: bool = key(False, "Print log lines without colours")
+    disable_color_printing: bool = key(False, "Draw the progress bar without colour")
     save_tb_folder: str = key("tb", "Folder of the TensorBoard files, inside job.dump_folder", NOT_EMPTY)
     progress_bar: bool = key(True, "Show a progress bar with the time left")
 
@@ -182,20 +183,22 @@ class ActivationCheckpoint:
 @dataclass
 class Compile:
     enable: bool = key(False, "Compile with torch.compile")
-    components: list[str] = key(["model", "loss"], "Parts to compile: model, loss", subset_of("model", "loss"))
+    components: list[str] = key(
+        ["model", "loss"], "Parts to compile: model; loss is accepted and needs no compiling", subset_of("model", "loss")
+    )
     backend: str = key("inductor", "Backend of torch.compile", NOT_EMPTY)
 
 
 @dataclass
 class Comm:
     mode: Literal["default"] = key("default", "Kind of communication; only default is supported")
-    init_timeout_seconds: int = key(300, "Timeout of a collective up to the end of the first step", at_least(1))
-    train_timeout_seconds: int = key(100, "Timeout of a collective after the first step", at_least(1))
+    init_timeout_seconds: int = key(300, "Timeout of a collective up to the end of the first step", SECONDS)
+    train_timeout_seconds: int = key(100, "Timeout of a collective after the first step", SECONDS)
 
 
 @dataclass
 class Debug:
-    seed: int = key(0, "Seed of the initial weights and of the data order", at_least(0))
+    seed: int = key(0, "Seed of the initial weights and of the data order", between(0, 2**63 - 1))
     deterministic: bool = key(False, "Use deterministic algorithms; an op without one is an error")
     deterministic_warn_only: bool = key(False, "With deterministic: an op without such an algorithm only warns")
     moe_force_load_balance: bool = key(False, "Route tokens to experts in turn, whatever the router says")

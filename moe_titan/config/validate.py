@@ -213,6 +213,11 @@ def _check_run(config: Config) -> Iterator[str]:
     cycle = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < cycle:
         yield config.problem("profiling.profile_freq", f"must be >= profiler_warmup + profiler_active = {cycle}")
+    if config.compile.enable:
+        # Asked only when it matters, since the compiler is slow to import.
+        backends = torch._dynamo.list_backends(exclude_tags=())
+        if config.compile.backend not in backends:
+            yield config.problem("compile.backend", f"must be {one_of(sorted(backends))}")
     if checkpoint.initial_load_path is not None:
         if not checkpoint.enable:
             yield config.problem("checkpoint.initial_load_path", "needs checkpoint.enable = true")

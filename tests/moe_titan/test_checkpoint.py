@@ -187,7 +187,7 @@ def test_keys_are_torchtitans(straight, corpus, name) -> None:
     assert expected.keys() <= saved.keys()
     assert {key: kind(saved[key]) for key in expected} == {key: kind(value) for key, value in expected.items()}
     ours = saved.keys() - expected.keys()
-    assert ours == {"dataloader.position", *(f"rng.rank_{rank}" for rank in range(SAVED[name][0]))}
+    assert ours == {"dataloader.position", "dataloader.corpus", *(f"rng.rank_{rank}" for rank in range(SAVED[name][0]))}
 
 
 @pytest.mark.parametrize("name", ["deepseek on dp_shard4, ep2", "qwen3 on tp2 x dp_shard2, ep4", "qwen3_tied on tp2"])
@@ -246,6 +246,30 @@ def test_oldest_are_removed_and_incomplete_ones_ignored(pool, corpus, tmp_path) 
     assert start["progress"][0] == 4
     assert_equal(again, end)
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_going_back_sets_the_later_steps_aside(pool, corpus, tmp_path) -> None:
+    """The branch that was left neither crowds out the new one's checkpoints nor counts as its newest."""
+    settings = {"training.steps": 6, "checkpoint.interval": 2, "checkpoint.last_save_model_only": False}
+    run_one(pool, corpus, tmp_path, MODELS["deepseek"], settings | {"checkpoint.keep_latest_k": 0})
+    back = settings | {"training.steps": 4, "checkpoint.load_step": 2, "checkpoint.keep_latest_k": 2}
+    run_one(pool, corpus, tmp_path, MODELS["deepseek"], back)
+    assert complete_steps(tmp_path / "checkpoint") == {2, 4}
+    assert (tmp_path / "checkpoint" / "abandoned-step-6" / ".metadata").exists()
+    start, _ = run_one(pool, corpus, tmp_path, MODELS["deepseek"], settings)
+    assert start["progress"][0] == 4
+
+
+def test_another_seed_is_refused(pool, straight, corpus, tmp_path) -> None:
+    """The position in the data would be one in another order."""
+    folder, _ = straight("deepseek on 1")
+    shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
+    argv = arguments(corpus, tmp_path, MODELS["deepseek"], {"debug.seed": 7, "checkpoint.load_step": 3})
+    code, error, _ = pool.run(1, trainer_runs.main, argv, group=False)[0]
+    assert code == 2
+    assert (
+        "debug.seed = 7: the position in the data is of a run with" in error and 'exclude_from_loading = ["dataloader"]' in error
+    )
 
 
 def test_a_step_saved_again_is_incomplete_until_it_is_whole(pool, corpus, tmp_path, straight) -> None:

@@ -1,5 +1,6 @@
 """The command line: exit codes, messages, and what a run leaves in its folder."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -127,6 +128,22 @@ def test_the_written_configuration_starts_the_same_run(pool, debug_run) -> None:
     first["job"].pop("config_file")
     assert again == first
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_folder_that_cannot_be_written(pool, corpus, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    argv = arguments(corpus, tmp_path / "file", MODELS["qwen3"])
+    [(code, error, _)] = pool.run(1, trainer_runs.main, argv, group=False)
+    assert code == 2
+    assert "job.dump_folder" in error and "must be a folder that can be written" in error
+
+
+def test_folder_of_a_run_that_goes_on(pool, corpus, tmp_path) -> None:
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        [(code, error, _)] = pool.run(1, trainer_runs.main, arguments(corpus, tmp_path, MODELS["qwen3"]), group=False)
+    assert code == 2
+    assert "job.dump_folder" in error and "another run is writing there" in error
 
 
 def test_divergence_is_a_failure_of_the_run(corpus, tmp_path) -> None:

@@ -186,3 +186,12 @@ def test_loss_is_divided_by_the_tokens_of_all_ranks(pool) -> None:
     assert run["loss"] == pytest.approx(alone["loss"][0], rel=1e-6)
     for name, grad in alone["grads"][0].items():
         assert relative_error(run["grads"][name], grad) < 1e-5, name
+
+
+def _router_type() -> list[str]:
+    engine = tiny.build(tiny.qwen3(), Layout(), TrainOptions(master_dtype=torch.bfloat16))
+    return [str(p.dtype) for name, p in engine.model.named_parameters() if ".router." in name]
+
+
+def test_routers_stay_in_fp32(pool) -> None:
+    assert set(pool.run(1, _router_type)[0]) == {"torch.float32"}

@@ -10,7 +10,8 @@ from moe_titan.layers.moe import MoE
 from parallelisms.folded_mesh import Layout
 
 # deepseek_v3 has a dense block and one with routed and shared experts.
-MODELS = {"qwen3": tiny.qwen3(), "deepseek": tiny.deepseek()}
+MODELS = {"qwen3": tiny.qwen3(), "deepseek": tiny.deepseek(), "flex": tiny.deepseek()}
+MODELS["flex"][1].attn_type, MODELS["flex"][1].attn_mask_type = "flex", "block_causal"
 FULL = {"recompute": "full"}
 BY_OPERATION = {"recompute": "selective"}
 EVERY_SECOND = {"recompute": "selective", "recompute_option": "2"}
