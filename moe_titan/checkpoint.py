@@ -222,9 +222,7 @@ class Checkpointer:
                 count.copy_(state[key])
         for key, value in json.loads(state.get("dataloader.corpus", "{}")).items():
             if self.config.get(key) != value:
-                what = (
-                    f"the position in the data is of a run with {value!r}; go back to that, or read the data from its start with"
-                )
+                what = f"the position in the data is of a run with {value!r}; go back to it, or read the data from its start by"
                 raise CheckpointError(self.config.problem(key, f'{what} checkpoint.exclude_from_loading = ["dataloader"]'))
         if "dataloader.position" in state:
             try:
