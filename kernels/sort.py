@@ -73,7 +73,9 @@ def _place_kernel(
     tl.store(pair_ptr + place_P, tl.where(left_out_P, -1, p_P), mask=in_P)
 
 
-def _launch_sort(key_P: Tensor, num_keys: int, block_counts: Tensor | None, block_pairs: int):
+def _launch_sort(
+    key_P: Tensor, num_keys: int, block_counts: Tensor | None, block_pairs: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     P, key_P = key_P.shape[0], key_P.contiguous()
     bins = triton.next_power_of_2(num_keys + 1)
     if block_counts is None:
