@@ -17,7 +17,7 @@ _KINDS = {
     "attention": "flash|fmha|sdpa|attention|attn",
     "GEMM": "gemm|nvjet|cutlass|cublas|xmma|splitk",
     "optimizer, foreach": "adam|multi_tensor",
-    "MoE kernels": "gather_rows|gather_sum|^_forward_kernel|^_backward_kernel",
+    "MoE kernels": "^_(route|logits_grad|gate_grad|count|scan|place|spread_rows|gather_sum|forward|backward|partial)_kernel",
     "compiled": "triton_",
     "index, sort": "index|gather|scatter|sort|topk|scan|cumsum|histogram|searchsorted|embedding",
     "copy": "memcpy|memset|copy|catarray|fill",

@@ -132,7 +132,9 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         wide = torch.promote_types(h_TD.dtype, torch.float32)
         first = 0 if group is None else group.rank() * len(weight_VD)
         slices = max(-(-h_TD.shape[0] * len(weight_VD) // _SLICE), 1)
-        loss, grad_h_parts, grad_weight_VD = h_TD.new_zeros((), dtype=wide), [], torch.zeros((), dtype=wide, device=h_TD.device)
+        loss, grad_h_parts = h_TD.new_zeros((), dtype=wide), []
+        # Several slices add up in fp32; a single one needs no sum.
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide if slices > 1 else None) if differentiate else None
         for h_tD, labels_t in zip(h_TD.chunk(slices), labels_T.chunk(slices), strict=True):
             logits_tV = h_tD @ weight_VD.t()
             lse_t, target_t = _reduced(*partial_cross_entropy(logits_tV, labels_t, first), group)
@@ -141,7 +143,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             if differentiate:
                 cross_entropy_backward_(logits_tV, labels_t, lse_t, trained_t.to(wide), first)
                 grad_h_parts.append(logits_tV @ weight_VD)
-                grad_weight_VD = grad_weight_VD + logits_tV.t() @ h_tD
+                grad_weight_VD += logits_tV.t() @ h_tD
         if differentiate:
             ctx.save_for_backward(torch.cat(grad_h_parts), grad_weight_VD.to(weight_VD.dtype))
         return loss

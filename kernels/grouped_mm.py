@@ -40,6 +40,8 @@ def grouped_mm(a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     Returns:
         [R, N]. On CUDA in bf16 one kernel without a host sync; elsewhere a loop over the groups.
     """
+    if not len(a_RK):
+        return a_RK.new_empty(0, b_EKN.shape[2])
     if _has_native_kernel(a_RK):
         return torch._grouped_mm(a_RK, b_EKN, offs=offsets_E)
     return grouped_mm_reference(a_RK, b_EKN, offsets_E)
@@ -47,6 +49,8 @@ def grouped_mm(a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor) -> Tensor:
 
 def grouped_mm_weight_grad(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor) -> Tensor:
     """``out[e] = grad[rows of e]^T @ a[rows of e]``: [E, N, K], zero for an empty group. Arguments as in :func:`grouped_mm`."""
+    if not len(a_RK):
+        return a_RK.new_zeros(len(offsets_E), grad_RN.shape[1], a_RK.shape[1])
     if _has_native_kernel(a_RK):
         return torch._grouped_mm(grad_RN.t(), a_RK, offs=offsets_E)
     return grouped_mm_weight_grad_reference(grad_RN, a_RK, offsets_E)

@@ -83,17 +83,15 @@ def _paddings(E: int, K: int) -> dict[str, int]:
     return {"E_P": max(triton.next_power_of_2(E), 16), "K": K, "K_P": triton.next_power_of_2(K)}
 
 
-def _block_t(E: int) -> int:
-    return 64 if E <= 256 else 16
-
-
-def _warps(E: int) -> int:
-    # Several [BLOCK_T, E] tiles live in registers at once.
-    return 4 if E <= 64 else 8
-
-
-def _block_d(x_TD: Tensor, E: int) -> int:
-    return 64 if x_TD.dtype == torch.bfloat16 and E <= 128 else 32
+def _tile(x_TD: Tensor, E: int, limited: bool = False, backward: bool = False) -> dict[str, int]:
+    """Tile and warps by number of experts: as large as several [BLOCK_T, E] tiles fit into registers without spilling (sm_90)."""
+    if E <= 64:
+        block_t, block_d, warps = 64, 64, 4
+    elif E <= 128:
+        block_t, block_d, warps = (32, 64, 4) if backward else (64, 32, 8 if limited else 4)
+    else:
+        block_t, block_d, warps = 64 if E <= 256 else 32, 32, 8
+    return {"BLOCK_T": block_t, "BLOCK_D": block_d if x_TD.dtype == torch.bfloat16 else 32, "num_warps": warps}
 
 
 def _launch_route(x_TD, gate_ED, gate_bias_E, bias_E, valid_T, chosen_TK, options: RouteOptions) -> tuple[Tensor, ...]:
@@ -103,14 +101,14 @@ def _launch_route(x_TD, gate_ED, gate_bias_E, bias_E, valid_T, chosen_TK, option
     experts_TK = x_TD.new_empty(T, K, dtype=torch.int64)
     weights_TK, scores_TE = x_TD.new_empty(T, K, dtype=torch.float32), x_TD.new_empty(T, E, dtype=torch.float32)
     block_counts = x_TD.new_empty(triton.cdiv(T, COUNTED_TOKENS), E + 1, dtype=torch.int32)
-    block = _block_t(E)
+    tile = _tile(x_TD, E, limited=options.groups > 0)
     if T:
-        _route_kernel[(triton.cdiv(T, block),)](
+        _route_kernel[(triton.cdiv(T, tile["BLOCK_T"]),)](
             x_TD, gate_ED.contiguous(), gate_bias_E, bias_E, valid_T, chosen_TK, experts_TK, weights_TK, scores_TE, block_counts,
             T, D, E, x_TD.stride(0), options.scale,
             SOFTMAX=options.softmax, NORMALIZE=options.normalize, GROUPS=options.groups,
             GROUPS_P=triton.next_power_of_2(max(options.groups, 1)), LIMITED=options.limited_groups,
-            BLOCK_T=block, BLOCK_D=_block_d(x_TD, E), COUNTED_T=COUNTED_TOKENS, num_warps=_warps(E), **_paddings(E, K),
+            COUNTED_T=COUNTED_TOKENS, **tile, **_paddings(E, K),
         )  # fmt: skip
     return experts_TK, weights_TK, scores_TE, block_counts
 
@@ -122,17 +120,16 @@ def _launch_route_backward(
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     gate_ED = gate_ED.contiguous()
     grad_logits_TE, grad_x_TD = torch.empty_like(scores_TE), x_TD.new_empty(T, D)
-    pads, block = _paddings(E, options.top_k), _block_t(E)
+    pads, tile = _paddings(E, options.top_k), _tile(x_TD, E, backward=True)
     slices = max(min(32, T // 64), 1)
     partial_CED = x_TD.new_empty(slices, E, D, dtype=torch.float32)
     if T:
-        _logits_grad_kernel[(triton.cdiv(T, block),)](
+        _logits_grad_kernel[(triton.cdiv(T, tile["BLOCK_T"]),)](
             grad_weights_TK.contiguous(), None if grad_scores_TE is None else grad_scores_TE.contiguous(),
             scores_TE, experts_TK, gate_ED, grad_logits_TE, grad_x_TD, T, D, E, options.scale,
-            SOFTMAX=options.softmax, NORMALIZE=options.normalize, BLOCK_T=block, BLOCK_D=_block_d(x_TD, E),
-            num_warps=_warps(E), **pads,
+            SOFTMAX=options.softmax, NORMALIZE=options.normalize, **tile, **pads,
         )  # fmt: skip
-    block_e, block_d = min(pads["E_P"], 128), _block_d(x_TD, E)
+    block_e, block_d = min(pads["E_P"], 128), 64 if x_TD.dtype == torch.bfloat16 else 32
     _gate_grad_kernel[(triton.cdiv(D, block_d), slices, triton.cdiv(E, block_e))](
         grad_logits_TE, x_TD, partial_CED, T, D, E, x_TD.stride(0), triton.cdiv(T, slices),
         BLOCK_E=block_e, BLOCK_T=32, BLOCK_D=block_d, num_warps=4,

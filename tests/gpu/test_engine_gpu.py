@@ -1,0 +1,57 @@
+"""Training on GPUs gives what the CPU gives: every layout of the GPUs at hand against one process in fp32."""
+
+import json
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from moe_titan.engine import Engine, TrainOptions
+from parallelisms.folded_mesh import FoldedMesh, Layout
+from parallelisms.parallelize import ParallelOptions
+
+SEQ = 64
+NAME, ARGS = tiny.qwen3(num_shared_experts=1)
+# Multiples of 64, for the kernels of attention.
+ARGS = replace(
+    ARGS, vocab_size=64, max_seq_len=SEQ, head_dim=64, dim=128, n_heads=2, n_kv_heads=2, hidden_dim=128, moe_inter_dim=64
+)
+LAYOUTS = {1: [Layout()], 2: [Layout(dp_shard=2), Layout(dp_shard=2, ep=2), Layout(tp=2), Layout(tp=2, ep=2)]}
+# Relative errors of loss and gradient norm.
+BOUNDS = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (2e-3, 1e-2)}
+
+
+def train(layout: Layout, device: torch.device, dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Loss and gradient norm of five steps on the same global batch."""
+    mesh = FoldedMesh(layout, device.type)
+    engine = Engine(NAME, ARGS, mesh, device, TrainOptions(), ParallelOptions(param_dtype=dtype))
+    batches = tiny.share(tiny.global_batch(0, 8, seq=SEQ), mesh.data_rank, layout.dp, 1)
+    results = [engine.step(batches, lr=1e-3) for _ in range(5)]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+def train_on_gpus(rank: int, world: int, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    device, store, timeout = torch.device("cuda", rank), f"file://{folder}/store", timedelta(seconds=60)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=rank, world_size=world, timeout=timeout)
+    runs = [[train(layout, device, dtype) for layout in LAYOUTS[world]] for dtype in BOUNDS]
+    if rank == 0:
+        Path(folder, "runs.json").write_text(json.dumps(runs))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("gpus", [world for world in LAYOUTS if world <= torch.cuda.device_count()])
+def test_gpus_train_as_one_process_on_the_cpu(pool, tmp_path, gpus) -> None:
+    expected = pool.run(1, train, Layout(), torch.device("cpu"), torch.float32)[0]
+    assert expected[-1][0] < expected[0][0]
+    mp.spawn(train_on_gpus, (gpus, str(tmp_path)), nprocs=gpus)
+    for runs, bounds in zip(json.loads((tmp_path / "runs.json").read_text()), BOUNDS.values(), strict=True):
+        for layout, steps in zip(LAYOUTS[gpus], runs, strict=True):
+            for (loss, norm), (wanted_loss, wanted_norm) in zip(steps, expected, strict=True):
+                assert loss == pytest.approx(wanted_loss, rel=bounds[0]), layout
+                assert norm == pytest.approx(wanted_norm, rel=bounds[1]), layout
