@@ -24,20 +24,27 @@ def expert_mlp_reference(
     return torch.cat(outputs)
 
 
+def _up(rows_RD: Tensor, w13_E2FD: Tensor, offsets_E: Tensor) -> Tensor:
+    """Gate and up pre-activations [R, 2, F] of the rows, in one product."""
+    product = grouped_mm(rows_RD, w13_E2FD.flatten(1, 2).transpose(1, 2), offsets_E)
+    return product.view(-1, *w13_E2FD.shape[1:3])
+
+
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E):
-        rows_RD = spread_rows(x_ND, row_NK, len(pair_R))
-        gate_up_R2F = grouped_mm(rows_RD, w13_E2FD.flatten(1, 2).transpose(1, 2), offsets_E)
-        gate_up_R2F = gate_up_R2F.view(-1, *w13_E2FD.shape[1:3])
+    def forward(ctx, x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute):
+        gate_up_R2F = _up(spread_rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E)
         act_RF = weighted_swiglu(gate_up_R2F, weights_P, pair_R, offsets_E[-1:])
-        ctx.save_for_backward(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, gate_up_R2F)
+        kept_R2F = None if recompute else gate_up_R2F
+        ctx.save_for_backward(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept_R2F)
         return grouped_mm(act_RF, w2_EDF.transpose(1, 2), offsets_E)
 
     @staticmethod
     def backward(ctx, grad_RD):
         x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, gate_up_R2F = ctx.saved_tensors
         grad_RD = grad_RD.contiguous()
+        if gate_up_R2F is None:
+            gate_up_R2F = _up(spread_rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E)
         grad_act_RF = grouped_mm(grad_RD, w2_EDF, offsets_E)
         grad_gate_up_R2F, grad_weights_P, act_RF = weighted_swiglu_backward(
             grad_act_RF, gate_up_R2F, weights_P, pair_R, offsets_E[-1:]
@@ -45,8 +52,9 @@ class _ExpertMLP(torch.autograd.Function):
         grad_w2_EDF = grouped_mm_weight_grad(grad_RD, act_RF, offsets_E)
         grad_gate_up = grad_gate_up_R2F.flatten(1, 2)
         grad_x_ND = gather_sum(grouped_mm(grad_gate_up, w13_E2FD.flatten(1, 2), offsets_E), row_NK)
+        # Copied as late as possible, so that the rows live for one product only.
         grad_w13 = grouped_mm_weight_grad(grad_gate_up, spread_rows(x_ND, row_NK, len(pair_R)), offsets_E)
-        return grad_x_ND, grad_w13.view_as(w13_E2FD), grad_w2_EDF, grad_weights_P, None, None, None
+        return grad_x_ND, grad_w13.view_as(w13_E2FD), grad_w2_EDF, grad_weights_P, *[None] * 4
 
 
 def expert_mlp(
@@ -57,6 +65,7 @@ def expert_mlp(
     pair_R: Tensor,
     row_NK: Tensor,
     offsets_E: Tensor,
+    recompute: bool = False,
 ) -> Tensor:
     """``w2[e] @ (weight * silu(w1[e] x) * (w3[e] x))`` for every row of every local expert.
 
@@ -70,8 +79,9 @@ def expert_mlp(
         pair_R: [R] int32, the pairs grouped by expert; -1 past the last group.
         row_NK: [N, K] int32, where each pair stands in that order, -1 for nowhere.
         offsets_E: [E] int32 ends of the groups.
+        recompute: make the pre-activations again in backward, two ninths more products, instead of keeping them.
     Returns:
         [R, D]; rows past the last offset are unspecified. Saves for backward x, the gate/up pre-activations [R, 2, F] and the
         indices; rows and activation are made again.
     """
-    return _ExpertMLP.apply(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E)
+    return _ExpertMLP.apply(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute)

@@ -36,11 +36,13 @@ def checkpoint_selectively(model: nn.Module) -> None:
     """Checkpoints attention and feed-forward of every block, in place, by operation.
 
     Attention keeps its core's output and recomputes its projections, which are cheap for their size; feed-forward keeps every
-    other matmul; both keep what collectives brought. The routed experts are left alone: they recompute their activation anyway.
+    other matmul; both keep what collectives brought. The routed experts make their pre-activations again.
     """
     for block in model.layers.values():
         moe = block.moe if getattr(block, "moe_enabled", False) else None
         feed_forward = block.feed_forward if moe is None else moe.shared_experts
+        if moe is not None:
+            moe.experts.recompute = True
         _checkpoint_part(block.attention, save_matmuls=False)
         if feed_forward is not None:
             _checkpoint_part(feed_forward, save_matmuls=True)

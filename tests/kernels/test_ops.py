@@ -135,10 +135,20 @@ def expert_inputs(groups: list[int], tail: int, D: int, width: int, dtype: torch
     return [x_ND, w13_E2FD, w2_EDF, weights_P], (pair_R, row_NK.view(N, 2), offsets(groups))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("groups", [[0, 1, 3], [2, 0], [0, 0], [1]], ids=str)
-def test_expert_mlp_gradcheck(groups) -> None:
+def test_expert_mlp_gradcheck(groups, recompute) -> None:
     inputs, index = expert_inputs(groups, tail=0, D=3, width=2, dtype=torch.float64)
-    assert gradcheck(expert_mlp, (*(x.requires_grad_() for x in inputs), *index))
+    assert gradcheck(expert_mlp, (*(x.requires_grad_() for x in inputs), *index, recompute))
+
+
+def test_expert_mlp_keeps_no_pre_activations_when_it_recomputes_them() -> None:
+    inputs, index = expert_inputs([3, 2], tail=0, D=3, width=64, dtype=torch.float64)
+    for recompute, kept in ((False, True), (True, False)):
+        shapes: list[torch.Size] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, shapes=shapes: shapes.append(x.shape) or x, lambda x: x):
+            expert_mlp(*(x.requires_grad_() for x in inputs), *index, recompute)
+        assert (torch.Size([5, 2, 64]) in shapes) == kept
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
