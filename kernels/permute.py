@@ -106,13 +106,7 @@ def gather_sum(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     """
     if not rows_RD.is_cuda or rows_RD.dtype == torch.float64:
         return gather_sum_reference(rows_RD, row_TK)
-    rows_RD = rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous()
-    T, K = row_TK.shape
-    D = rows_RD.shape[1]
-    y_TD = rows_RD.new_empty(T, D)
-    if y_TD.numel():
-        _gather_sum_kernel[(T,)](rows_RD, row_TK.contiguous(), y_TD, D, rows_RD.stride(0), K=K, BLOCK_D=_block(D), num_warps=4)
-    return y_TD
+    return _launch_gather_sum(rows_RD, row_TK)
 
 
 @gather_sum.register_fake

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_titan.checkpoint import Checkpointer, Progress
+from moe_titan.checkpoint import DTYPES, Checkpointer, Progress
 from moe_titan.config import Config, to_toml
 from moe_titan.data import MicroBatch, build_dataloader
 from moe_titan.engine import Engine, StepResult, TrainOptions
@@ -25,8 +25,6 @@ from parallelisms.folded_mesh import FoldedMesh, Layout
 from parallelisms.parallelize import ParallelOptions
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Trainer:

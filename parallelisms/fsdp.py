@@ -4,19 +4,17 @@ import warnings
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from parallelisms.folded_mesh import FoldedMesh
 from parallelisms.sharding_plan import ShardingPlan
 
 # The embedding's output may be a view of a collective's buffer; no model here writes into it.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
-def apply_fsdp(
-    model: nn.Module, mesh: FoldedMesh, plan: ShardingPlan, param_dtype: torch.dtype, reshard_after_forward: bool
-) -> None:
+def apply_fsdp(model: nn.Module, plan: ShardingPlan, param_dtype: torch.dtype, reshard_after_forward: bool) -> None:
     """Wraps experts, router, block, embeddings and head as FSDP2 units, in place.
 
     Gradients are summed in fp32 and never divided: the loss is already divided by the trained tokens of the global batch. Routers
@@ -31,10 +29,12 @@ def apply_fsdp(
     def place(parameter: nn.Parameter) -> Shard:
         return Shard(plan[names[parameter]].shard_dim)
 
-    def wrap(module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy, expert: bool = False) -> None:
+    dense = plan["norm.weight"].data_mesh
+
+    def wrap(module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy, mesh: DeviceMesh = dense) -> None:
         fully_shard(
             module,
-            mesh=mesh.expert_data if expert else mesh.dense_data,
+            mesh=mesh,
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=place,
@@ -43,10 +43,10 @@ def apply_fsdp(
     tied = getattr(model, "enable_weight_tying", False)
     if not tied:
         wrap(model.tok_embeddings, compute)
-    for block in model.layers.values():
+    for index, block in model.layers.items():
         if getattr(block, "moe_enabled", False):
             wrap(block.moe.router, full)
-            wrap(block.moe.experts, experts, expert=True)
+            wrap(block.moe.experts, experts, plan[f"layers.{index}.moe.experts.w13"].data_mesh)
         wrap(block, compute)
     if not tied:
         wrap([model.norm, model.output], compute)

@@ -50,5 +50,5 @@ def parallelize(model: nn.Module, mesh: FoldedMesh, options: ParallelOptions) ->
         checkpoint_blocks(model, every=1)
     elif selective and options.recompute_option != "op":
         checkpoint_blocks(model, every=int(options.recompute_option))
-    apply_fsdp(model, mesh, plan, options.param_dtype, options.reshard_after_forward)
+    apply_fsdp(model, plan, options.param_dtype, options.reshard_after_forward)
     return plan

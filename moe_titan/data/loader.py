@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,7 +33,7 @@ class _Step(NamedTuple):
 
 
 class DataLoader:
-    """Packed samples of a corpus, looped over without end, as a stateful iterator over optimizer steps.
+    """Packed samples of a corpus, looped over without end, an optimizer step's share at a time.
 
     The global batch of G samples is fed by G streams of documents, one sample each per step. Micro-batch m of data
     rank d holds the samples (m * dp_degree + d) * local_batch_size + b, and a rank reads only its own streams: the
@@ -109,10 +108,6 @@ class DataLoader:
         if not self._pin_memory:
             return step.batches
         return [MicroBatch(tokens.pin_memory(), labels.pin_memory()) for tokens, labels, _ in step.batches]
-
-    def __iter__(self) -> Iterator[list[MicroBatch]]:
-        while True:
-            yield self.next_step()
 
     def state_dict(self) -> dict[str, Tensor]:
         """`position`, [global_batch_size, 3] int64: where the next step starts reading, as rows (epoch, document of the

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from kernels.route import largest
+
 
 @dataclass(frozen=True)
 class BalanceLoss:
@@ -32,7 +34,7 @@ class BalanceLoss:
     def __call__(self, scores_TE: Tensor, valid_T: Tensor | None, num_sequences: int, denominator: Tensor | float) -> Tensor:
         """This rank's share of the loss (the sum over ranks is the loss): fp32 scalar with gradient to the scores."""
         probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-        chosen_TE = torch.zeros_like(probs_TE).scatter_(1, scores_TE.detach().topk(self.top_k, dim=-1).indices, 1.0)
+        chosen_TE = torch.zeros_like(probs_TE).scatter_(1, largest(scores_TE.detach(), self.top_k), 1.0)
         if valid_T is not None:
             probs_TE, chosen_TE = probs_TE * valid_T[:, None], chosen_TE * valid_T[:, None]
         probs_BE = probs_TE.unflatten(0, (num_sequences, -1)).sum(1)

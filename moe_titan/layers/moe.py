@@ -27,7 +27,7 @@ class MoE(nn.Module):
         self.experts = GroupedExperts(dim, hidden_dim, args.num_experts)
         shared_dim = hidden_dim * args.num_shared_experts
         self.shared_experts = FeedForward(dim, shared_dim) if shared_dim else None
-        self.dispatcher: Dispatcher = LocalDispatcher(args.num_experts)
+        self.dispatcher: Dispatcher = LocalDispatcher()
         self.load_balance_coeff = args.load_balance_coeff
         bias = None if args.load_balance_coeff is None else torch.zeros(args.num_experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias, persistent=bias is not None)

@@ -20,5 +20,5 @@ def build_dispatcher(kind: str, num_experts: int, group: ProcessGroup | None, ep
     if kind == "auto":
         kind = "local" if ep * etp == 1 else "alltoall"
     if kind == "local":
-        return LocalDispatcher(num_experts)
+        return LocalDispatcher()
     return {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}[kind](num_experts, group, ep, etp)

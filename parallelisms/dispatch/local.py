@@ -9,9 +9,6 @@ from parallelisms.routing import RoutedTokens, Routing
 class LocalDispatcher:
     """Capacity R = T * K, known without looking at the data, so nothing here waits for the device."""
 
-    def __init__(self, num_experts: int):
-        self.num_experts = num_experts
-
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, RoutedTokens]:
         order = routing.order
         row_TK = order.row_P.view_as(routing.topk_experts_TK)

@@ -106,7 +106,7 @@ def test_identity_round_trip(pool, kind) -> None:
 
 @pytest.mark.parametrize("fill", [FILLED, PADDED])
 def test_identity_round_trip_on_one_rank(fill) -> None:
-    round_trip(LocalDispatcher(EXPERTS), 0, 1, fill, lambda routed: check_rows(routed, [0], 0, EXPERTS, fill))
+    round_trip(LocalDispatcher(), 0, 1, fill, lambda routed: check_rows(routed, [0], 0, EXPERTS, fill))
 
 
 def _bf16_sum(kind: str) -> float:

@@ -162,13 +162,6 @@ def test_rank_tokenizes_only_its_own_documents() -> None:
     assert documents[0] and documents[1] and not documents[0] & documents[1]
 
 
-def test_iteration_is_next_step() -> None:
-    loader, other = make_loader(ListSource(), local=4), make_loader(ListSource(), local=4)
-    for batches in islice(loader, 3):
-        assert len(batches) == 2 and batches[0].tokens_BS.shape == (4, S)
-        assert all(torch.equal(a.tokens_BS, b.tokens_BS) for a, b in zip(batches, other.next_step(), strict=True))
-
-
 def test_error_while_reading_ahead_reaches_the_caller() -> None:
     class Broken(ListSource):
         def document(self, index: int) -> str:
