@@ -1,7 +1,6 @@
 """All-gather dispatch: every rank sees every token of the group and keeps the rows of its own experts.
 
-Moves more than an all-to-all when few of a token's experts are local, but needs no split sizes; it wins where K approaches the
-group's size.
+It moves each token to every rank of the group, whether or not an expert of the token is there, and needs no split sizes.
 """
 
 import torch
