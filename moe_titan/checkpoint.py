@@ -111,10 +111,11 @@ class Checkpointer:
             next_lr: learning rate of the step to come, which torchtitan reads from the checkpoint.
         """
         target = self.folder / f"step-{progress.step}"
+        masters = self.engine.optimizer.masters()
         if last and self.settings.last_save_model_only:
-            state = self._model_state(DTYPES[self.settings.export_dtype])
+            state = self._model_state(masters, DTYPES[self.settings.export_dtype])
         else:
-            state = self._model_state() | self._run_state(progress) | self._torchtitan_state(progress, next_lr)
+            state = self._model_state(masters) | self._run_state(progress) | self._torchtitan_state(progress, next_lr)
         if dist.get_rank() == 0:
             # Until the new one is complete there is none. This rank plans the writing: none has begun on the others.
             shutil.rmtree(target, ignore_errors=True)
@@ -142,7 +143,8 @@ class Checkpointer:
         """
         path, model_only = found
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        state = self._model_state()
+        masters = self.engine.optimizer.masters()
+        state = self._model_state(masters)
         if not model_only:
             if "train_state.step" not in saved:
                 raise CheckpointError(
@@ -153,6 +155,7 @@ class Checkpointer:
             state |= self._wanted_run_state(saved)
         _check(state, saved, path)
         dcp.load(state, checkpoint_id=path)
+        self.engine.optimizer.load_masters(masters)
         for name, buffer in self._buffers():
             buffer.copy_(state[name])
         if model_only:
@@ -163,9 +166,11 @@ class Checkpointer:
         keys = ("train_state.step", "train_state.ntokens_seen", "lr_scheduler.last_epoch")
         return Progress(*(int(state.get(key, 0)) for key in keys))
 
-    def _model_state(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    def _model_state(self, masters: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Any]:
+        names = {parameter: name for name, parameter in self.engine.optimizer.parameters.items()}
         # Tied parameters stand under each of their names.
-        parameters = {name: p.detach() for name, p in self.engine.model.named_parameters(remove_duplicate=False)}
+        every = self.engine.model.named_parameters(remove_duplicate=False)
+        parameters = {name: masters[names[parameter]] for name, parameter in every}
         if dtype is not None:
             parameters = {name: p.to(dtype) for name, p in parameters.items()}
         state = {logical: part for name, p in parameters.items() for logical, part in logical_tensors(name, p)}
@@ -199,8 +204,8 @@ class Checkpointer:
     def _torchtitan_state(self, progress: Progress, next_lr: float) -> dict[str, Any]:
         """What torchtitan wants to find besides, and this project takes from the configuration."""
         optimizer, lr = self.engine.optimizer, self.config.optimizer.lr
-        group = {key: value for key, value in optimizer.adam.param_groups[0].items() if key != "params"}
-        group |= {"lr": next_lr, "initial_lr": lr}
+        adam = torch.optim.AdamW([torch.empty(0)], **optimizer.settings)
+        group = adam.defaults | {"lr": next_lr, "initial_lr": lr}
         schedule = {
             "base_lrs": [lr],
             "_last_lr": [next_lr],

@@ -81,6 +81,7 @@ class Engine:
         self.optimizer = ShardedAdamW(
             self.model,
             self.plan,
+            param_dtype=parallel.param_dtype,
             betas=options.betas,
             eps=options.eps,
             weight_decay=options.weight_decay,
@@ -95,6 +96,7 @@ class Engine:
             NonFiniteGradient: loss or gradient is not finite; no parameter has changed.
         """
         self.model.train()
+        self.optimizer.expect(len(micro_batches))
         denominator = self.count_trained(micro_batches).clamp(min=1)
         loss = torch.zeros((), device=self.device, dtype=torch.float32)
         balance: list[Tensor] = []

@@ -93,6 +93,8 @@ def initialize(model: nn.Module, fills: dict[str, Fill], seed: int, device: torc
     """
     buffers = dict(model.named_buffers())
     model.to_empty(device=device)
+    if getattr(model, "enable_weight_tying", False):
+        model.output.weight = model.tok_embeddings.weight  # which to_empty takes apart
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     for name, parameter in model.named_parameters():

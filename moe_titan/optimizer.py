@@ -1,14 +1,16 @@
 """AdamW over this rank's shards, with one gradient norm over parameters of both meshes."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallelisms.sharding_plan import ShardingPlan
+from kernels.adamw import adamw_, adamw_reference_, join_fp32, split_fp32
+from parallelisms.sharding_plan import ShardingPlan, like, local
+from parallelisms.split_weights import split_weights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -18,14 +20,17 @@ class NonFiniteGradient(RuntimeError):
 
 
 class ShardedAdamW:
-    """AdamW on the local shards of DTensor parameters.
+    """AdamW on this rank's shards of the parameters.
 
-    The update is elementwise, so it needs no mesh: working on plain tensors lets one fused kernel take parameters of
-    all meshes, and spares the host the DTensor dispatch.
+    The update is elementwise, so it needs no mesh: working on plain tensors lets it take parameters of all meshes alike, and
+    spares the host the DTensor dispatch. Parameters outside of FSDP2 are split into two halves (see
+    :mod:`parallelisms.split_weights`), and this is the one place that sees them whole.
 
     Args:
-        model: parallelised; its parameters are DTensors, gradients summed by FSDP2.
+        model: parallelised and initialised; gradients summed over the data ranks by FSDP2.
         plan: the model's sharding plan.
+        param_dtype: what the model computes in.
+        implementation: "fused" for one kernel a parameter, on a GPU; the others are plain PyTorch.
     """
 
     def __init__(
@@ -33,22 +38,32 @@ class ShardedAdamW:
         model: nn.Module,
         plan: ShardingPlan,
         *,
+        param_dtype: torch.dtype,
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
         implementation: Literal["for-loop", "foreach", "fused"],
     ):
-        self.plan = plan
-        self.parameters: dict[str, DTensor] = dict(model.named_parameters())
-        self._shards = {name: nn.Parameter(p.to_local().detach()) for name, p in self.parameters.items()}
+        self._low = split_weights(model, plan, param_dtype)
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
         kind = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-        # The rate is set at every step.
-        self.adam = torch.optim.AdamW(self._shards.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, **kind)
-        for shard in self._shards.values():
-            # As AdamW makes them at its first step; made now so that a checkpoint can be loaded into them.
-            step = torch.zeros((), dtype=torch.float32, device=shard.device if implementation == "fused" else "cpu")
-            self.adam.state[shard] = {"step": step} | {moment: torch.zeros_like(shard) for moment in MOMENTS}
+        self.settings: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay} | kind
+        self._update = adamw_ if implementation == "fused" else adamw_reference_
+        self.state: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self.parameters.items():
+            shard = local(parameter).detach()
+            whole = torch.float32 if name in self._low else shard.dtype
+            moments = {moment: torch.zeros_like(shard, dtype=whole, memory_format=torch.contiguous_format) for moment in MOMENTS}
+            self.state[name] = {"step": torch.zeros((), dtype=torch.float32)} | moments
+        counted = [plan[name].counted for name in self.parameters]
+        self._counted_P = torch.tensor(counted, device=shard.device)
 
+    def expect(self, micro_batches: int) -> None:
+        """Prepares for a step of so many backward passes: several add up in fp32, as they do under FSDP2."""
+        for name in self._low:
+            self.parameters[name].grad_dtype = torch.float32 if micro_batches > 1 else torch.bfloat16
+
+    @torch.no_grad()
     def step(self, lr: float, max_norm: float) -> Tensor:
         """Clips, updates and clears the gradients.
 
@@ -57,59 +72,78 @@ class ShardedAdamW:
         Raises:
             NonFiniteGradient: naming the first parameter and rank; nothing has been updated.
         """
-        self._bind()
-        grads = [shard.grad for shard in self._shards.values()]
-        norms_P = torch.stack(torch._foreach_norm(grads)).float()
-        counted_P = norms_P.new_tensor([self.plan[name].counted for name in self._shards], dtype=torch.bool)
-        total = torch.where(counted_P, norms_P, 0).double().square().sum()
+        grads = {name: self._gradient(parameter) for name, parameter in self.parameters.items()}
+        norms_P = _norms(list(grads.values()))
+        total = torch.where(self._counted_P, norms_P, 0).double().square().sum()
         dist.all_reduce(total)
         norm = total.sqrt().float()
         if not norm.isfinite():
             self._raise_non_finite(norms_P)
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        for group in self.adam.param_groups:
-            group["lr"] = lr
-        self.adam.step()
-        for name, shard in self._shards.items():
-            shard.grad = self.parameters[name].grad = None
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        beta1, beta2 = self.settings["betas"]
+        for name, parameter in self.parameters.items():
+            count, *moments = self.state[name].values()
+            count += 1
+            # FSDP2 may have moved the shards since.
+            weight, low, grad = local(parameter), self._low.get(name), grads.pop(name)
+            decay = self.settings["eps"], self.settings["weight_decay"]
+            self._update(weight, low, grad, *moments, scale, lr, beta1, beta2, *decay, int(count))
+            parameter.grad = None
         return norm
 
-    def moments(self) -> Iterator[tuple[str, str, DTensor]]:
-        """Every moment as (parameter name, moment name, DTensor placed like its parameter, sharing storage)."""
+    def masters(self) -> dict[str, Tensor]:
+        """Every parameter in its full precision, placed as in the model; of split ones a copy."""
+        return {name: self._master(name, parameter).detach() for name, parameter in self.parameters.items()}
+
+    @torch.no_grad()
+    def load_masters(self, masters: dict[str, Tensor]) -> None:
+        """Takes over what has been written into the tensors of :meth:`masters`."""
+        for name, low in self._low.items():
+            for half, value in zip((local(self.parameters[name]), low), split_fp32(local(masters[name])), strict=True):
+                half.copy_(value)
+
+    def moments(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Every moment as (parameter name, moment name, tensor placed like its parameter, sharing storage)."""
         for name, parameter in self.parameters.items():
-            state = self.adam.state[self._shards[name]]
             for moment in MOMENTS:
-                yield name, moment, _like(state[moment], parameter)
+                yield name, moment, like(self.state[name][moment], parameter)
 
     def step_counts(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter's update count, a 0-d fp32 tensor that may be written."""
-        for name, shard in self._shards.items():
-            yield name, self.adam.state[shard]["step"]
+        for name, state in self.state.items():
+            yield name, state["step"]
 
-    def _bind(self) -> None:
-        """Points the shards at the parameters' storage, which FSDP2 may have moved, and at this step's gradients.
+    def _master(self, name: str, parameter: Tensor) -> Tensor:
+        low = self._low.get(name)
+        return parameter if low is None else like(join_fp32(local(parameter), low), parameter)
 
-        A parameter that no token reached has no gradient; zero takes its place, so that its moments decay as on every other rank.
+    @staticmethod
+    def _gradient(parameter: Tensor) -> Tensor:
+        """This rank's shard of the gradient.
+
+        A parameter that no token reached has none; zero takes its place, so that its moments decay as on every other rank.
         """
-        for name, parameter in self.parameters.items():
-            shard, grad = self._shards[name], parameter.grad
-            shard.data = parameter.to_local().detach()
-            shard.grad = torch.zeros_like(shard) if grad is None else grad.to_local()
+        grad = parameter.grad
+        if grad is None:
+            return torch.zeros_like(local(parameter))
+        if isinstance(grad, DTensor):
+            # Outside of FSDP2, tensor-parallel ranks have yet to sum up what each saw.
+            grad = grad.redistribute(placements=parameter.placements).to_local()
+        return grad
 
     def _raise_non_finite(self, norms_P: Tensor) -> None:
-        bad = [name for name, norm in zip(self._shards, norms_P.tolist(), strict=True) if not norm < float("inf")]
+        bad = [name for name, norm in zip(self.parameters, norms_P.tolist(), strict=True) if not norm < float("inf")]
         found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, bad)
         where = [f"{names[0]} on rank {rank} ({len(names)} parameters there)" for rank, names in enumerate(found) if names]
         raise NonFiniteGradient("gradient is not finite; first in " + "; ".join(where[:4]))
 
 
-def _like(local: Tensor, parameter: DTensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """The 2-norm of each, computed in fp32: [len(tensors)]."""
+    norms = torch.empty(len(tensors), dtype=torch.float32, device=tensors[0].device)
+    for dtype in {tensor.dtype for tensor in tensors}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        found = torch._foreach_norm([tensors[place] for place in places], dtype=torch.promote_types(dtype, torch.float32))
+        norms[places] = torch.stack(found).float()
+    return norms

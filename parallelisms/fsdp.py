@@ -15,7 +15,7 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 def apply_fsdp(model: nn.Module, plan: ShardingPlan, param_dtype: torch.dtype, reshard_after_forward: bool) -> None:
-    """Wraps experts, router, block, embeddings and head as FSDP2 units, in place.
+    """Wraps experts, router, block, embeddings and head as FSDP2 units, in place, as far as the plan gives them to FSDP2.
 
     Gradients are summed in fp32 and never divided: the loss is already divided by the trained tokens of the global batch. Routers
     keep their fp32 weights, everything else computes in ``param_dtype``.
@@ -24,7 +24,10 @@ def apply_fsdp(model: nn.Module, plan: ShardingPlan, param_dtype: torch.dtype, r
     # Routing weights come in fp32 and stay so.
     experts = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if not plan["norm.weight"].fsdp:
+        return
     names = {parameter: name for name, parameter in model.named_parameters()}
+    unmanaged = {parameter for parameter, name in names.items() if not plan[name].fsdp}
 
     def place(parameter: nn.Parameter) -> Shard:
         return Shard(plan[names[parameter]].shard_dim)
@@ -38,6 +41,7 @@ def apply_fsdp(model: nn.Module, plan: ShardingPlan, param_dtype: torch.dtype, r
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=place,
+            ignored_params=unmanaged,
         )
 
     tied = getattr(model, "enable_weight_tying", False)
@@ -46,7 +50,8 @@ def apply_fsdp(model: nn.Module, plan: ShardingPlan, param_dtype: torch.dtype, r
     for index, block in model.layers.items():
         if getattr(block, "moe_enabled", False):
             wrap(block.moe.router, full)
-            wrap(block.moe.experts, experts, plan[f"layers.{index}.moe.experts.w13"].data_mesh)
+            if (row := plan[f"layers.{index}.moe.experts.w13"]).fsdp:
+                wrap(block.moe.experts, experts, row.data_mesh)
         wrap(block, compute)
     if not tied:
         wrap([model.norm, model.output], compute)

@@ -20,14 +20,16 @@ FUSED_PAIRS = {"w13": ("w1", "w3")}
 class PlanRow:
     """One parameter of the model as it is stored.
 
-    ``data_mesh`` is the mesh over which FSDP2 shards it along ``shard_dim`` and over which its gradient is summed;
-    ``counted`` says whether this rank's shard enters global sums over parameters (of a shard's replicas exactly one does).
+    ``data_mesh`` is the mesh over which FSDP2 shards it along ``shard_dim`` and over which its gradient is summed; ``fsdp`` says
+    whether it does: a parameter of a single data rank has nothing to gather or reduce. ``counted`` says whether this rank's shard
+    enters global sums over parameters (of a shard's replicas exactly one does).
     """
 
     name: str
     kind: Literal["dense", "expert"]
     data_mesh: DeviceMesh
     shard_dim: int
+    fsdp: bool
     counted: bool
 
 
@@ -54,7 +56,9 @@ class ShardingPlan:
         if not expert and not _sharded_over_tp(parameter):
             counted = counted and mesh.coordinate("tp") == 0
         shard_dim = _expert_shard_dim(parameter, data_mesh.shape[-1]) if expert else 0
-        return PlanRow(name, "expert" if expert else "dense", data_mesh, shard_dim, counted)
+        # Experts under FSDP2 need a root above them that prefetches.
+        fsdp = data_mesh.size() > 1 or not expert and mesh.expert_data.size() > 1
+        return PlanRow(name, "expert" if expert else "dense", data_mesh, shard_dim, fsdp, counted)
 
 
 def _sharded_over_tp(parameter: nn.Parameter) -> bool:
@@ -69,6 +73,20 @@ def _expert_shard_dim(parameter: nn.Parameter, shards: int) -> int:
     cut = {p.dim for p in parameter.placements if isinstance(p, Shard)} if isinstance(parameter, DTensor) else set()
     inner = [dim for dim in range(local.ndim - 1, 0, -1) if dim not in cut and local.shape[dim] % shards == 0]
     return inner[0] if inner else 0
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(shard: Tensor, tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor that lies as ``tensor`` does, as such."""
+    if not isinstance(tensor, DTensor):
+        return shard
+    return DTensor.from_local(
+        shard, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def logical_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -12,20 +12,21 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from moe_titan.engine import Engine, TrainOptions
 from parallelisms.folded_mesh import Layout
-from parallelisms.sharding_plan import logical_tensors
+from parallelisms.sharding_plan import local, logical_tensors
 
 # A norm that clipping acts on: the tiny models' gradients have norms of about 0.5.
 CLIPPED = TrainOptions(max_norm=0.2)
 
 
 def full(tensor: torch.Tensor) -> np.ndarray:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone().numpy()
+    whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True).numpy()  # numpy has no bf16
 
 
 def full_parameters(engine: Engine) -> dict[str, np.ndarray]:
     """Whole parameters under torchtitan's names."""
-    named = engine.model.named_parameters()
-    return {logical: full(part) for name, p in named for logical, part in logical_tensors(name, p.detach())}
+    masters = engine.optimizer.masters()
+    return {logical: full(part) for name, master in masters.items() for logical, part in logical_tensors(name, master)}
 
 
 def full_gradients(engine: Engine) -> dict[str, np.ndarray]:
@@ -81,14 +82,16 @@ def train(
 
 def shard_digests(engine: Engine) -> dict[tuple, str]:
     """Hashes of what this rank holds; the same key on two ranks means that they are replicas of each other."""
-    held = {("parameter", name): p for name, p in engine.model.named_parameters()}
+    held = {("parameter", name): master for name, master in engine.optimizer.masters().items()}
     held |= {(moment, name): tensor for name, moment, tensor in engine.optimizer.moments()}
-    digests = {(*key, _place(t)): _digest(t.to_local()) for key, t in held.items()}
+    digests = {(*key, _place(t)): _digest(local(t)) for key, t in held.items()}
     return digests | {("bias", name): _digest(torch.from_numpy(b)) for name, b in biases(engine).items()}
 
 
-def _place(tensor: DTensor) -> tuple:
+def _place(tensor: torch.Tensor) -> tuple:
     """This rank's coordinates in those mesh dimensions that cut the tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
     coordinates = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
     return tuple(None if isinstance(placement, Replicate) else at for at, placement in coordinates)
 

@@ -24,7 +24,7 @@ from moe_titan.engine import StepResult
 from moe_titan.inputs import read_inputs
 from moe_titan.optimizer import NonFiniteGradient
 from moe_titan.trainer import Trainer
-from parallelisms.sharding_plan import logical_tensors
+from parallelisms.sharding_plan import local, logical_tensors
 
 RUN: dict[str, Any] = {
     "training.dataset": "text",
@@ -205,7 +205,7 @@ def infinite_gradient_on_rank_1(trainer: Trainer) -> None:
             trainer.before = full_parameters(trainer.engine)
             for name in ("layers.1.moe.experts.w2", "norm.weight"):
                 if dist.get_rank() == 1:
-                    optimizer.parameters[name].grad.to_local().view(-1)[-1] = float("inf")
+                    local(optimizer.parameters[name].grad).view(-1)[-1] = float("inf")
         return update(lr, max_norm)
 
     optimizer.step = step
@@ -218,7 +218,7 @@ def weight_is_nan_on_rank_1(trainer: Trainer) -> None:
     def step(batches: list, lr: float) -> StepResult:
         if trainer.step == 4:
             if dist.get_rank() == 1:
-                trainer.engine.optimizer.parameters["layers.0.ffn_norm.weight"].detach().to_local()[0] = float("nan")
+                local(trainer.engine.optimizer.parameters["layers.0.ffn_norm.weight"].detach())[0] = float("nan")
             trainer.before = full_parameters(trainer.engine)
         return train(batches, lr)
 

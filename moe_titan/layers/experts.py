@@ -2,11 +2,11 @@
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchtitan.models.utils import trunc_normal_
 
 from kernels.expert_mlp import expert_mlp
 from parallelisms.routing import RoutedTokens
+from parallelisms.sharding_plan import local
 
 
 class GroupedExperts(nn.Module):
@@ -31,9 +31,6 @@ class GroupedExperts(nn.Module):
 
     def forward(self, routed: RoutedTokens) -> Tensor:
         """Outputs [R, D] of the local experts, each times its routing weight; rows past the last offset are unspecified."""
-        w13_e2FD, w2_eDF = _local(self.w13), _local(self.w2)
-        return expert_mlp(routed.tokens_ND, w13_e2FD, w2_eDF, routed.weights_P, routed.pair_R, routed.row_NK, routed.offsets_e)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        w13_e2FD, w2_eDF = local(self.w13), local(self.w2)
+        tokens_ND, weights_P, pair_R, row_NK, offsets_e = routed
+        return expert_mlp(tokens_ND, w13_e2FD, w2_eDF, weights_P, pair_R, row_NK, offsets_e, self.recompute)

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from kernels.cross_entropy import linear_cross_entropy_sum
+from parallelisms.sharding_plan import local
 
 
 class Head(nn.Linear):
@@ -31,7 +31,7 @@ class Head(nn.Linear):
             self._expected = None
 
     def forward(self, h_BSD: Tensor) -> Tensor:
-        weight_VD = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        weight_VD = local(self.weight)
         if self._expected is None:
             return nn.functional.linear(h_BSD, weight_VD)
         return linear_cross_entropy_sum(h_BSD.flatten(0, 1), weight_VD, *self._expected, self.group)

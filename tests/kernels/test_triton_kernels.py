@@ -21,6 +21,7 @@ def errors() -> dict[str, float]:
 
 
 KERNELS = [
+    "adamw",
     "spread_rows",
     "gather_sum",
     "weighted_swiglu",

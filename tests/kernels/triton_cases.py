@@ -9,12 +9,25 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
-from kernels import cross_entropy, permute, route, sort, swiglu
+from kernels import adamw, cross_entropy, permute, route, sort, swiglu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Rounding of one result: one unit in the last place of bf16, as the interpreter rounds towards zero; a few operations in fp32.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}
+
+
+_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _dot_of_floats(self, a, b, d, *options):
+    """The interpreter holds bf16 as integers, which it would multiply as such."""
+    return _dot(self, *(self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), d, *options)
+
+
+interpreter.InterpreterBuilder.create_dot = _dot_of_floats
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -153,7 +166,23 @@ def cross_entropy_cases():
             yield f"cross_entropy_backward {name} {T}x{V} from {first}", error(logits_TV, wanted)
 
 
-CASES = (spread_rows_cases, gather_sum_cases, swiglu_cases, sort_pairs_cases, route_cases, cross_entropy_cases)
+def adamw_cases():
+    settings = (0.01, 0.9, 0.95, 1e-8, 0.1, 3)
+    for N in (1, 700, 4097, 0):
+        for name, dtype in DTYPES.items():
+            for split in (False, True):
+                master, grad, moments = torch.randn(N), torch.randn(N, dtype=dtype), (0.1 * torch.randn(N), torch.rand(N))
+                results = []
+                for update in (adamw._launch, adamw.adamw_reference_):
+                    weight, low = adamw.split_fp32(master) if split else (master.clone(), None)
+                    state = weight, low, grad, *(moment.clone() for moment in moments)
+                    update(*state, torch.tensor(0.3), *settings)
+                    results.append((adamw.join_fp32(weight, low) if split else weight, *state[3:]))
+                for output, actual, expected in zip(("weight", *("exp_avg", "exp_avg_sq")), *results, strict=True):
+                    yield f"adamw {output} of {N}, {name} gradient, split {split}", error(actual, expected)
+
+
+CASES = (adamw_cases, spread_rows_cases, gather_sum_cases, swiglu_cases, sort_pairs_cases, route_cases, cross_entropy_cases)
 
 if __name__ == "__main__":
     torch.manual_seed(0)

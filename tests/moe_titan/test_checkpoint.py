@@ -32,6 +32,7 @@ SAVED = {
     "deepseek on dp_shard4, ep2": (4, "deepseek", layout(dps=4, ep=2)),
     "deepseek on 1": (1, "deepseek", {}),
     "qwen3_tied on tp2": (2, "qwen3_tied", layout(tp=2)),
+    "qwen3 in bf16 on dp_shard2, ep2": (2, "qwen3", layout(dps=2, ep=2) | {"training.mixed_precision_param": "bfloat16"}),
 }
 OTHER_LAYOUTS = [
     ("deepseek on dp_shard4, ep2", 1, {}),

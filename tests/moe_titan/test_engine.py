@@ -15,6 +15,7 @@ from moe_titan.data import IGNORED, MicroBatch
 from moe_titan.engine import TrainOptions
 from moe_titan.optimizer import NonFiniteGradient
 from parallelisms.folded_mesh import Layout
+from parallelisms.sharding_plan import local
 
 BALANCED = replace(CLIPPED, sequence_balance_coeff=0.1, batch_balance_coeff=0.05)
 
@@ -106,6 +107,20 @@ def test_bf16_compute_stays_near_fp32(pool) -> None:
             assert relative_error(run["grads"][0][name], grad) < 0.1, name
 
 
+def _one_backward(layout: Layout) -> dict:
+    return train(tiny.qwen3(), layout, steps=4, samples=2, local_batch=2 // layout.dp, param_dtype=torch.bfloat16)
+
+
+def test_split_weights_train_as_those_of_fsdp(pool) -> None:
+    """A bf16 gradient goes into the fp32 master whether FSDP2 holds it or the optimizer's two halves do."""
+    split, sharded = (pool.run(layout.world, _one_backward, layout)[0] for layout in (Layout(), Layout(dp_shard=2)))
+    assert {str(value.dtype) for value in split["params"].values()} == {"float32"}
+    assert relative_error(split["loss"], sharded["loss"]) < 1e-3
+    for name, value in sharded["params"].items():
+        moved = value - sharded["initial"][name]
+        assert relative_error(split["params"][name] - split["initial"][name], moved) < 0.3, name
+
+
 def _train_and_evaluate(evaluate: bool) -> dict:
     engine = tiny.build(tiny.deepseek(), Layout(dp_shard=2, tp=2, ep=2), BALANCED)
     data = [tiny.share(tiny.padded_batch(step, 12), engine.mesh.data_rank, 2, 2) for step in range(3)]
@@ -138,12 +153,16 @@ def _diverge(layout: Layout, rank: int) -> tuple[str, bool, bool]:
     if torch.distributed.get_rank() == rank:
         name = "layers.1.moe.experts.w2"
         parameter = dict(engine.model.named_parameters())[name]
-        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().fill_(torch.nan))
+
+        def spoil(parameter: torch.Tensor) -> None:
+            local(parameter.grad).fill_(torch.nan)
+
+        parameter.register_post_accumulate_grad_hook(spoil)
     batches = tiny.share(tiny.global_batch(0, 6 * layout.dp), engine.mesh.data_rank, layout.dp, 2)
     with pytest.raises(NonFiniteGradient) as raised:
         engine.step(batches, lr=1e-3)
     after = full_parameters(engine)
-    moments_clear = all(not moment.to_local().any() for _, _, moment in engine.optimizer.moments())
+    moments_clear = all(not local(moment).any() for _, _, moment in engine.optimizer.moments())
     return str(raised.value), all(np.array_equal(before[name], after[name]) for name in before), moments_clear
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from layout_runs import full_parameters
+from layout_runs import full, full_parameters
 from torch import nn
 
 from moe_titan.engine import TrainOptions
@@ -160,7 +160,7 @@ def _tied() -> tuple[bool, list[str], float]:
     name, args = tiny.qwen3()
     model = tiny.build((name, replace(args, enable_weight_tying=True)), Layout(dp_shard=2, tp=2)).model
     names = [name for name, _ in model.named_parameters() if "output" in name or "embeddings" in name]
-    return model.output.weight is model.tok_embeddings.weight, names, model.output.weight.full_tensor().std().item()
+    return model.output.weight is model.tok_embeddings.weight, names, float(full(model.output.weight).std())
 
 
 def test_tied_embeddings_are_filled_as_the_output(pool) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from layout_runs import relative_error
+from layout_runs import full, relative_error
 from torch import Tensor, nn
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.llama3 import llama3_args
@@ -75,7 +75,7 @@ def torchtitan_model(engine: Engine, name: str) -> nn.Module:
         parameters = dict(model.named_parameters())
         for stored, parameter in engine.model.named_parameters():
             for logical, part in logical_tensors(stored, parameter.detach()):
-                parameters.pop(logical).copy_(part.full_tensor())
+                parameters.pop(logical).copy_(torch.from_numpy(full(part)))
         assert not parameters
         for key, buffer in model.named_buffers():
             if key.endswith("expert_bias"):
@@ -103,7 +103,7 @@ def compare_with_torchtitan(model) -> tuple[float, dict[str, float], float]:
         (expected * direction).sum().backward()
     grads = {key: parameter.grad for key, parameter in peer.named_parameters()}
     errors = {
-        logical: relative_error(part.full_tensor().numpy(), grads[logical].numpy())
+        logical: relative_error(full(part), grads[logical].numpy())
         for stored, parameter in engine.model.named_parameters()
         for logical, part in logical_tensors(stored, parameter.grad)
     }

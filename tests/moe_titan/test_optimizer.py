@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from moe_titan.engine import Engine, TrainOptions
 from moe_titan.optimizer import NonFiniteGradient
 from parallelisms.folded_mesh import Layout
-from parallelisms.sharding_plan import logical_tensors
+from parallelisms.sharding_plan import local, logical_tensors
 
 LAYOUTS = [
     Layout(),
@@ -82,11 +82,10 @@ def _non_finite(name: str, rank: int, value: float) -> tuple[str, bool]:
     set_gradients(engine, 0)
     before = full_parameters(engine)
     if torch.distributed.get_rank() == rank:
-        local = dict(engine.model.named_parameters())[name].grad.to_local()
-        local.view(-1)[-1] = value
+        local(dict(engine.model.named_parameters())[name].grad).view(-1)[-1] = value
     with pytest.raises(NonFiniteGradient) as raised:
         engine.optimizer.step(1e-2, 1.0)
-    moments_clear = not any(moment.to_local().any() for _, _, moment in engine.optimizer.moments())
+    moments_clear = not any(local(moment).any() for _, _, moment in engine.optimizer.moments())
     return str(raised.value), moments_clear and all(np.array_equal(v, before[k]) for k, v in full_parameters(engine).items())
 
 
@@ -142,12 +141,12 @@ def _state() -> dict:
         isinstance(tensor, DTensor)
         and (tensor.shape, tensor.placements, tensor.device_mesh)
         == (parameters[name].shape, parameters[name].placements, parameters[name].device_mesh)
-        and tensor.to_local().shape == parameters[name].to_local().shape
+        and local(tensor).shape == local(parameters[name]).shape
         for name, _, tensor in engine.optimizer.moments()
     )
     for _, _, tensor in engine.optimizer.moments():
-        tensor.to_local().fill_(5.0)
-    out["written"] = all((state["exp_avg"] == 5).all().item() for state in engine.optimizer.adam.state.values())
+        local(tensor).fill_(5.0)
+    out["written"] = all((state["exp_avg"] == 5).all().item() for state in engine.optimizer.state.values())
     out["names"] = sorted({name for name, _, _ in engine.optimizer.moments()}) == sorted(parameters)
     return out
 

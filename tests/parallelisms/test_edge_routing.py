@@ -12,6 +12,7 @@ from reference import train_reference
 from moe_titan.data import IGNORED, MicroBatch
 from moe_titan.layers.moe import MoE
 from parallelisms.folded_mesh import Layout
+from parallelisms.sharding_plan import local
 
 EXPERTS = 8
 
@@ -27,7 +28,7 @@ def force_bias(values: dict[int, float], engine) -> None:
 def zero_gate(engine) -> None:
     for module in engine.model.modules():
         if isinstance(module, MoE):
-            module.router.gate.weight.to_local().zero_()
+            local(module.router.gate.weight).zero_()
 
 
 def one_valid_token(step: int, samples: int) -> MicroBatch:

@@ -99,6 +99,24 @@ def test_routing_is_not_recomputed(pool, parallel) -> None:
         assert relative_error(grads[name], grad) < 1e-6, name
 
 
+def _kept_pre_activations(parallel: dict) -> int:
+    """How many tensors of the shape of the experts' gate/up pre-activations a step's forward pass keeps."""
+    engine, kept = tiny.build(MODELS["deepseek"], Layout(), **parallel), []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 3 and tensor.shape[1:] == (2, engine.args.moe_inter_dim):
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        engine.step([tiny.global_batch(0, 3)], lr=1e-3)
+    return len(kept)
+
+
+def test_experts_make_their_pre_activations_again(pool) -> None:
+    assert [pool.run(1, _kept_pre_activations, parallel)[0] for parallel in ({}, BY_OPERATION)] == [1, 0]
+
+
 def _recomputed_calls(parallel: dict) -> dict[str, int]:
     """How often attention and MoE layers ran in one step of one micro-batch."""
     engine = tiny.build(MODELS["deepseek"], Layout(), **parallel)

@@ -1,0 +1,28 @@
+"""Parameters that no other rank shares a part of: computed with in bf16 where they lie, without FSDP2's copies and casts."""
+
+import torch
+from torch import Tensor, nn
+
+from kernels.adamw import split_fp32
+from parallelisms.sharding_plan import ShardingPlan, like, local
+
+
+@torch.no_grad()
+def split_weights(model: nn.Module, plan: ShardingPlan, param_dtype: torch.dtype) -> dict[str, Tensor]:
+    """Replaces fp32 parameters that FSDP2 does not hold by bf16 ones, in place.
+
+    Args:
+        model: parallelised and initialised.
+    Returns:
+        By name, the int16 local tensors that complete them to fp32 (see :func:`kernels.adamw.split_fp32`). Empty unless
+        ``param_dtype`` is bf16. Routers compute in fp32 and stay whole.
+    """
+    if param_dtype != torch.bfloat16:
+        return {}
+    lows: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if not plan[name].fsdp and ".router." not in name and parameter.dtype == torch.float32:
+            high, lows[name] = split_fp32(local(parameter))
+            # In place, so that tied parameters stay tied, and FSDP2 and hooks keep what they hold.
+            torch.utils.swap_tensors(parameter, nn.Parameter(like(high, parameter)))
+    return lows
