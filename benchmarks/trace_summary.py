@@ -24,6 +24,7 @@ _KINDS = {
     "elementwise, reduce": "elementwise|vectorized|reduce|softmax|norm",
 }
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+_LAUNCHES = {"cuda_runtime", "cuda_driver"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ def summarize(path: Path) -> TraceSummary:
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt") as file:
         events = json.load(file)["traceEvents"]
-    kernels = [event for event in events if event.get("cat") in _ON_GPU]
+    # A host that runs ahead leaves kernels of the step before in the trace; their launches are not in it.
+    launched = {event["args"]["correlation"] for event in events if event.get("cat") in _LAUNCHES}
+    kernels = [event for event in events if event.get("cat") in _ON_GPU and event["args"]["correlation"] in launched]
     if not kernels:
         raise ValueError(f"{path}: no GPU kernel in this trace")
     marks = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep#")}

@@ -8,8 +8,8 @@ import pytest
 from benchmarks.trace_summary import kind_of, summarize
 
 
-def event(name, start, duration, category="kernel"):
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration}
+def event(name, start, duration, category="kernel", launch=7):
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "args": {"correlation": launch}}
 
 
 EVENTS = [
@@ -18,6 +18,8 @@ EVENTS = [
     event("ProfilerStep#49", 2000, 2000, "user_annotation"),
     event("ProfilerStep#49", 2000, 1900, "gpu_user_annotation"),
     event("aten::mm", 0, 500, "cpu_op"),
+    event("cudaLaunchKernel", 10, 5, "cuda_runtime"),
+    event("of_the_step_before", 0, 90, launch=6),
     event("nvjet_tst_128x256_64x4", 100, 1000),
     event("ncclDevKernel_SendRecv", 600, 1000),  # 500 of it beside the product before
     event("Memcpy DtoD (Device -> Device)", 1600, 200, "gpu_memcpy"),

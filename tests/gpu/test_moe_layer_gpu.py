@@ -42,6 +42,8 @@ def test_layer_against_fp64(poisoned, shape, skew) -> None:
         moe_layer.SKEWS[skew](layer, x)
     assert moe_layer.router_agreement(layer, x) > 0.999
     errors = poisoned(moe_layer.errors_against_fp64, layer, x, grad)
+    if shape.K == 1:
+        del errors["gate"]  # A single weight, normalised, is one whatever the gate says.
     assert not {name: error for name, error in errors.items() if not error < 1e-2}
 
 
