@@ -1,7 +1,8 @@
 """The router: gate product, scores and top-K choice in one kernel, and its gradient in three launches, all in fp32.
 
 The gate's products run on the tensor cores in fp32's precision: with bf16 tokens as products with the two or three bf16 parts
-that an fp32 number splits into, else as three TF32 products. A plain fp32 GEMM of these shapes is many times slower.
+that an fp32 number splits into, else as three TF32 products. A plain fp32 GEMM of these shapes is many times slower. The parts
+are made once by a launch of their own, so that the products' loops only load and multiply.
 """
 
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.route_kernels import _gate_grad_kernel, _logits_grad_kernel, _route_kernel
+from kernels.route_kernels import _gate_grad_kernel, _logits_grad_kernel, _route_kernel, _split_kernel
 
-COUNTED_TOKENS = 16
+COUNTED_TOKENS = 64
 """Tokens in a block whose choices the router counts for :func:`kernels.sort.sort_pairs`."""
 
 
@@ -74,7 +75,7 @@ def route_reference(
 
 
 def block_counts_reference(experts_TK: Tensor, num_experts: int) -> Tensor:
-    counts_TE = torch.nn.functional.one_hot(experts_TK, num_experts + 1).sum(1)
+    counts_TE = torch.nn.functional.one_hot(experts_TK, num_experts + 1)[:, :, :-1].sum(1)
     padding = -len(experts_TK) % COUNTED_TOKENS
     return torch.nn.functional.pad(counts_TE, (0, 0, 0, padding)).unflatten(0, (-1, COUNTED_TOKENS)).sum(1).int()
 
@@ -83,15 +84,33 @@ def _paddings(E: int, K: int) -> dict[str, int]:
     return {"E_P": max(triton.next_power_of_2(E), 16), "K": K, "K_P": triton.next_power_of_2(K)}
 
 
-def _tile(x_TD: Tensor, E: int, limited: bool = False, backward: bool = False) -> dict[str, int]:
-    """Tile and warps by number of experts: as large as several [BLOCK_T, E] tiles fit into registers without spilling (sm_90)."""
+def _tile(x_TD: Tensor, E: int, limited: bool) -> dict[str, int]:
+    """Tile, warps and stages of the router by tokens, experts and whether there are node limits, which need registers (sm_90)."""
+    if x_TD.dtype != torch.bfloat16:
+        return {"BLOCK_T": 64 if E <= 256 else 32, "BLOCK_D": 32, "num_warps": 4 if E <= 128 else 8}
     if E <= 64:
-        block_t, block_d, warps = 64, 64, 4
-    elif E <= 128:
-        block_t, block_d, warps = (32, 64, 4) if backward else (64, 32, 8 if limited else 4)
-    else:
-        block_t, block_d, warps = 64 if E <= 256 else 32, 32, 8
-    return {"BLOCK_T": block_t, "BLOCK_D": block_d if x_TD.dtype == torch.bfloat16 else 32, "num_warps": warps}
+        return {"BLOCK_T": 64, "BLOCK_D": 64, "num_warps": 4, "num_stages": 4 if E <= 32 else 3}
+    if E <= 128:
+        many = len(x_TD) > 8192 and not limited
+        return {"BLOCK_T": 128 if many else 64, "BLOCK_D": 64, "num_warps": 8 if many or limited else 4, "num_stages": 3}
+    return {"BLOCK_T": 64 if E <= 256 else 32, "BLOCK_D": 32, "num_warps": 8, "num_stages": 3}
+
+
+def _backward_tile(x_TD: Tensor, E: int) -> dict[str, int]:
+    if x_TD.dtype != torch.bfloat16:
+        return {"BLOCK_T": 64 if E <= 64 else 32, "BLOCK_D": 32, "num_warps": 4 if E <= 128 else 8}
+    if E <= 128:
+        return {"BLOCK_T": 64, "BLOCK_D": 64, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_T": 64 if E <= 256 else 32, "BLOCK_D": 32, "num_warps": 8, "num_stages": 3}
+
+
+def _split(gate_ED: Tensor, E_P: int, parts: int) -> Tensor:
+    """The gate's leading bf16 parts [parts, E_P, D_P], padded by zeros to whole tiles."""
+    E, D = gate_ED.shape
+    parts_PED = gate_ED.new_empty(parts, E_P, triton.cdiv(D, 128) * 128, dtype=torch.bfloat16)
+    grid = E_P, triton.cdiv(parts_PED.shape[2], 1024)
+    _split_kernel[grid](gate_ED, parts_PED, E, D, parts_PED.shape[2], PARTS=parts, BLOCK_D=1024, num_warps=4)
+    return parts_PED
 
 
 def _launch_route(x_TD, gate_ED, gate_bias_E, bias_E, valid_T, chosen_TK, options: RouteOptions) -> tuple[Tensor, ...]:
@@ -100,15 +119,19 @@ def _launch_route(x_TD, gate_ED, gate_bias_E, bias_E, valid_T, chosen_TK, option
     chosen_TK = None if chosen_TK is None else chosen_TK.contiguous()
     experts_TK = x_TD.new_empty(T, K, dtype=torch.int64)
     weights_TK, scores_TE = x_TD.new_empty(T, K, dtype=torch.float32), x_TD.new_empty(T, E, dtype=torch.float32)
-    block_counts = x_TD.new_empty(triton.cdiv(T, COUNTED_TOKENS), E + 1, dtype=torch.int32)
-    tile = _tile(x_TD, E, limited=options.groups > 0)
+    tile, pads, gate = _tile(x_TD, E, options.groups > 0), _paddings(E, K), gate_ED.contiguous()
+    # Tiles of fewer tokens than are counted together add their counts up.
+    new_counts = x_TD.new_zeros if tile["BLOCK_T"] < COUNTED_TOKENS else x_TD.new_empty
+    block_counts = new_counts(triton.cdiv(T, COUNTED_TOKENS), E, dtype=torch.int32)
     if T:
+        if x_TD.dtype == torch.bfloat16:
+            gate = _split(gate, pads["E_P"], 3)
         _route_kernel[(triton.cdiv(T, tile["BLOCK_T"]),)](
-            x_TD, gate_ED.contiguous(), gate_bias_E, bias_E, valid_T, chosen_TK, experts_TK, weights_TK, scores_TE, block_counts,
-            T, D, E, x_TD.stride(0), options.scale,
+            x_TD, gate, gate_bias_E, bias_E, valid_T, chosen_TK, experts_TK, weights_TK, scores_TE, block_counts,
+            T, D, gate.shape[-1], E, x_TD.stride(0), options.scale,
             SOFTMAX=options.softmax, NORMALIZE=options.normalize, GROUPS=options.groups,
             GROUPS_P=triton.next_power_of_2(max(options.groups, 1)), LIMITED=options.limited_groups,
-            COUNTED_T=COUNTED_TOKENS, **tile, **_paddings(E, K),
+            EVEN_D=D % tile["BLOCK_D"] == 0, COUNTED_T=COUNTED_TOKENS, **tile, **pads,
         )  # fmt: skip
     return experts_TK, weights_TK, scores_TE, block_counts
 
@@ -116,23 +139,27 @@ def _launch_route(x_TD, gate_ED, gate_bias_E, bias_E, valid_T, chosen_TK, option
 def _launch_route_backward(
     grad_weights_TK, grad_scores_TE, scores_TE, experts_TK, x_TD, gate_ED, options: RouteOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (T, D), E = x_TD.shape, gate_ED.shape[0]
+    (T, D), E, in_parts = x_TD.shape, gate_ED.shape[0], x_TD.dtype == torch.bfloat16
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    gate_ED = gate_ED.contiguous()
+    pads, tile, gate = _paddings(E, options.top_k), _backward_tile(x_TD, E), gate_ED.contiguous()
     grad_logits_TE, grad_x_TD = torch.empty_like(scores_TE), x_TD.new_empty(T, D)
-    pads, tile = _paddings(E, options.top_k), _tile(x_TD, E, backward=True)
-    slices = max(min(32, T // 64), 1)
-    partial_CED = x_TD.new_empty(slices, E, D, dtype=torch.float32)
+    parts_PTE = x_TD.new_empty(2, T, pads["E_P"]) if in_parts else None
     if T:
+        if in_parts:
+            gate = _split(gate, pads["E_P"], 2)
         _logits_grad_kernel[(triton.cdiv(T, tile["BLOCK_T"]),)](
             grad_weights_TK.contiguous(), None if grad_scores_TE is None else grad_scores_TE.contiguous(),
-            scores_TE, experts_TK, gate_ED, grad_logits_TE, grad_x_TD, T, D, E, options.scale,
+            scores_TE, experts_TK, gate, grad_logits_TE, parts_PTE, grad_x_TD, T, D, gate.shape[-1], E, options.scale,
             SOFTMAX=options.softmax, NORMALIZE=options.normalize, **tile, **pads,
         )  # fmt: skip
-    block_e, block_d = min(pads["E_P"], 128), 64 if x_TD.dtype == torch.bfloat16 else 32
+    slices = max(min(8 if in_parts else 32, T // 64), 1)
+    partial_CED = x_TD.new_empty(slices, E, D, dtype=torch.float32)
+    block_e, block_d, warps = min(pads["E_P"], 128), 32, 4
+    if in_parts:
+        block_d, warps = (64, 4) if E <= 64 else (128, 8)
     _gate_grad_kernel[(triton.cdiv(D, block_d), slices, triton.cdiv(E, block_e))](
-        grad_logits_TE, x_TD, partial_CED, T, D, E, x_TD.stride(0), triton.cdiv(T, slices),
-        BLOCK_E=block_e, BLOCK_T=32, BLOCK_D=block_d, num_warps=4,
+        parts_PTE if in_parts else grad_logits_TE, x_TD, partial_CED, T, D, E, x_TD.stride(0), triton.cdiv(T, slices),
+        E_P=pads["E_P"], BLOCK_E=block_e, BLOCK_T=64 if in_parts else 32, BLOCK_D=block_d, num_warps=warps, num_stages=3,
     )  # fmt: skip
     return grad_logits_TE, grad_x_TD, partial_CED.sum(0)
 
@@ -192,7 +219,7 @@ def _route(
 def _(x_TD, gate_ED, gate_bias_E, bias_E, valid_T, chosen_TK, top_k, softmax, normalize, scale, groups, limited_groups):
     (T, _), E, wide = x_TD.shape, gate_ED.shape[0], _wide(x_TD.dtype)
     weights_TK, scores_TE = x_TD.new_empty(T, top_k, dtype=wide), x_TD.new_empty(T, E, dtype=wide)
-    block_counts = x_TD.new_empty((T + COUNTED_TOKENS - 1) // COUNTED_TOKENS, E + 1, dtype=torch.int32)
+    block_counts = x_TD.new_empty((T + COUNTED_TOKENS - 1) // COUNTED_TOKENS, E, dtype=torch.int32)
     return weights_TK, scores_TE, x_TD.new_empty(T, top_k, dtype=torch.int64), block_counts
 
 
@@ -262,8 +289,8 @@ def route(
         chosen_TK: experts to take instead of choosing.
     Returns:
         ``experts_TK`` int64, best first and ties to the lower index, E for tokens not routed; ``weights_TK`` fp32, zero there;
-        ``scores_TE`` fp32; ``block_counts`` int32: how often each expert, or none (the last), was chosen by every
-        ``COUNTED_TOKENS`` tokens. Weights and scores are differentiable to x, gate and gate bias.
+        ``scores_TE`` fp32; ``block_counts`` int32: how often each expert was chosen by every ``COUNTED_TOKENS`` tokens.
+        Weights and scores are differentiable to x, gate and gate bias.
     """
     o = options
     weights_TK, scores_TE, experts_TK, block_counts = _route(

@@ -29,38 +29,59 @@ def _limit_groups(choice_TE, e_E, E, GROUPS: tl.constexpr, GROUPS_P: tl.constexp
 
 
 @triton.jit
-def _split(x):
-    """fp32 as a sum of three bf16, to all of its 24 bits."""
-    high = x.to(tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+def _split_kernel(gate_ptr, parts_ptr, E, D, D_P, PARTS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The leading bf16 parts whose sum is the fp32 gate: [PARTS, E_P, D_P], zero outside of the gate; a program makes one row."""
+    e, d_D = tl.program_id(0), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    rest_D = tl.load(gate_ptr + e * D + d_D, mask=(d_D < D) & (e < E), other=0.0)
+    for part in tl.static_range(PARTS):
+        part_D = rest_D.to(tl.bfloat16)
+        tl.store(parts_ptr + (part * tl.num_programs(0) + e) * D_P + d_D, part_D, mask=d_D < D_P)
+        rest_D -= part_D.to(tl.float32)
+
+
+@triton.jit
+def _logits(
+    x_ptr, gate_ptr, t_T, e_E, T, D, D_P, E, stride_x,
+    E_P: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """x @ gate^T; the gate comes in its bf16 parts for bf16 tokens, else in fp32. Tokens past T repeat the last one."""
+    d_D = tl.arange(0, BLOCK_D)
+    x_ptr_TD = x_ptr + tl.minimum(t_T, T - 1)[:, None] * stride_x + d_D[None, :]
+    logits_TE = tl.zeros([BLOCK_T, E_P], tl.float32)
+    if x_ptr.dtype.element_ty == tl.bfloat16:
+        high_ptr_DE = gate_ptr + e_E[None, :] * D_P + d_D[:, None]
+        middle_ptr_DE, low_ptr_DE = high_ptr_DE + E_P * D_P, high_ptr_DE + 2 * E_P * D_P
+        for start in range(0, D, BLOCK_D):
+            if EVEN_D:
+                x_TD = tl.load(x_ptr_TD + start)
+            else:
+                x_TD = tl.load(x_ptr_TD + start, mask=(start + d_D < D)[None, :], other=0.0)
+            # Tensor cores truncate as they accumulate; adding up short products outside of them keeps fp32's precision.
+            part_TE = tl.dot(x_TD, tl.load(low_ptr_DE + start))
+            part_TE = tl.dot(x_TD, tl.load(middle_ptr_DE + start), part_TE)
+            logits_TE += tl.dot(x_TD, tl.load(high_ptr_DE + start), part_TE)
+    else:
+        for start in range(0, D, BLOCK_D):
+            in_D = start + d_D < D
+            x_TD = tl.load(x_ptr_TD + start, mask=in_D[None, :], other=0.0).to(tl.float32)
+            gate_ptr_ED = gate_ptr + e_E[:, None] * D + start + d_D[None, :]
+            gate_ED = tl.load(gate_ptr_ED, mask=(e_E < E)[:, None] & in_D[None, :], other=0.0)
+            logits_TE = tl.dot(x_TD, tl.trans(gate_ED), logits_TE, input_precision="tf32x3")
+    return logits_TE
 
 
 @triton.jit
 def _route_kernel(
     x_ptr, gate_ptr, gate_bias_ptr, bias_ptr, valid_ptr, chosen_ptr, experts_ptr, weights_ptr, scores_ptr, block_counts_ptr,
-    T, D, E, stride_x, scale,
+    T, D, D_P, E, stride_x, scale,
     K: tl.constexpr, K_P: tl.constexpr, E_P: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, LIMITED: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, LIMITED: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, COUNTED_T: tl.constexpr,
 ):  # fmt: skip
     t_T = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    e_E, d_D, k_K = tl.arange(0, E_P), tl.arange(0, BLOCK_D), tl.arange(0, K_P)
+    e_E, k_K = tl.arange(0, E_P), tl.arange(0, K_P)
     in_T, in_E, in_TK = t_T < T, e_E < E, (t_T < T)[:, None] & (k_K < K)[None, :]
-    logits_TE = tl.zeros([BLOCK_T, E_P], tl.float32)
-    for start in range(0, D, BLOCK_D):
-        d = start + d_D
-        x_TD = tl.load(x_ptr + t_T[:, None] * stride_x + d[None, :], mask=in_T[:, None] & (d < D)[None, :], other=0.0)
-        gate_ED = tl.load(gate_ptr + e_E[:, None] * D + d[None, :], mask=in_E[:, None] & (d < D)[None, :], other=0.0)
-        if x_TD.dtype == tl.bfloat16:
-            high_ED, middle_ED, low_ED = _split(gate_ED)
-            # Tensor cores truncate as they accumulate; adding up short products outside of them keeps fp32's precision.
-            part_TE = tl.dot(x_TD, tl.trans(low_ED))
-            part_TE = tl.dot(x_TD, tl.trans(middle_ED), part_TE)
-            logits_TE += tl.dot(x_TD, tl.trans(high_ED), part_TE)
-        else:
-            logits_TE = tl.dot(x_TD.to(tl.float32), tl.trans(gate_ED), logits_TE, input_precision="tf32x3")
+    logits_TE = _logits(x_ptr, gate_ptr, t_T, e_E, T, D, D_P, E, stride_x, E_P, EVEN_D, BLOCK_T, BLOCK_D)
     if gate_bias_ptr is not None:
         logits_TE += tl.load(gate_bias_ptr + e_E, mask=in_E, other=0.0)[None, :]
     if SOFTMAX:
@@ -104,18 +125,21 @@ def _route_kernel(
     tl.store(experts_ptr + t_T[:, None] * K + k_K[None, :], experts_TK.to(tl.int64), mask=in_TK)
     tl.store(weights_ptr + t_T[:, None] * K + k_K[None, :], weights_TK, mask=in_TK)
     taken_TE = (choice_TE == -float("inf")) & routed_T[:, None]
-    counts_SE = tl.sum(tl.reshape(taken_TE.to(tl.int32), [BLOCK_T // COUNTED_T, COUNTED_T, E_P]), axis=1)
-    s_S = tl.program_id(0) * (BLOCK_T // COUNTED_T) + tl.arange(0, BLOCK_T // COUNTED_T)
-    in_S = s_S * COUNTED_T < T
-    tl.store(block_counts_ptr + s_S[:, None] * (E + 1) + e_E[None, :], counts_SE, mask=in_S[:, None] & in_E[None, :])
-    pairs_S = tl.minimum(T - s_S * COUNTED_T, COUNTED_T) * K
-    tl.store(block_counts_ptr + s_S * (E + 1) + E, pairs_S - tl.sum(counts_SE, axis=1), mask=in_S)
+    PART_T: tl.constexpr = min(BLOCK_T, COUNTED_T)
+    counts_SE = tl.sum(tl.reshape(taken_TE.to(tl.int32), [BLOCK_T // PART_T, PART_T, E_P]), axis=1)
+    s_S = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T // PART_T) * PART_T) // COUNTED_T
+    counts_ptr_SE = block_counts_ptr + s_S[:, None] * E + e_E[None, :]
+    in_SE = (s_S * COUNTED_T < T)[:, None] & in_E[None, :]
+    if BLOCK_T < COUNTED_T:
+        tl.atomic_add(counts_ptr_SE, counts_SE, mask=in_SE)
+    else:
+        tl.store(counts_ptr_SE, counts_SE, mask=in_SE)
 
 
 @triton.jit
 def _logits_grad_kernel(
-    grad_weights_ptr, grad_scores_ptr, scores_ptr, experts_ptr, gate_ptr, grad_logits_ptr, grad_x_ptr,
-    T, D, E, scale,
+    grad_weights_ptr, grad_scores_ptr, scores_ptr, experts_ptr, gate_ptr, grad_logits_ptr, parts_ptr, grad_x_ptr,
+    T, D, D_P, E, scale,
     K: tl.constexpr, K_P: tl.constexpr, E_P: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -148,45 +172,55 @@ def _logits_grad_kernel(
     else:
         grad_TE = grad_TE * scores_TE * (1 - scores_TE)
     tl.store(grad_logits_ptr + t_T[:, None] * E + e_E[None, :], grad_TE, mask=in_TE)
-    high_TE, middle_TE, low_TE = _split(grad_TE)
-    for start in range(0, D, BLOCK_D):
-        d = start + d_D
-        gate_ED = tl.load(gate_ptr + e_E[:, None] * D + d[None, :], mask=in_E[:, None] & (d < D)[None, :], other=0.0)
-        if grad_x_ptr.dtype.element_ty == tl.bfloat16:
-            # 16 bits of each factor are more than the result keeps.
-            high_ED, middle_ED, low_ED = _split(gate_ED)
+    grad_x_ptr_TD = grad_x_ptr + t_T[:, None] * D + d_D[None, :]
+    if grad_x_ptr.dtype.element_ty == tl.bfloat16:
+        # 16 bits of each factor are more than the result keeps.
+        high_TE = grad_TE.to(tl.bfloat16)
+        middle_TE = (grad_TE - high_TE.to(tl.float32)).to(tl.bfloat16)
+        tl.store(parts_ptr + t_T[:, None] * E_P + e_E[None, :], high_TE, mask=in_T[:, None])
+        tl.store(parts_ptr + (T + t_T)[:, None] * E_P + e_E[None, :], middle_TE, mask=in_T[:, None])
+        gate_ptr_ED = gate_ptr + e_E[:, None] * D_P + d_D[None, :]
+        for start in range(0, D, BLOCK_D):
+            high_ED, middle_ED = tl.load(gate_ptr_ED + start), tl.load(gate_ptr_ED + E_P * D_P + start)
             grad_TD = tl.dot(middle_TE, high_ED)
             grad_TD = tl.dot(high_TE, middle_ED, grad_TD)
-            grad_TD = tl.dot(high_TE, high_ED, grad_TD)
-        else:
+            grad_TD = tl.dot(high_TE, high_ED, grad_TD).to(tl.bfloat16)
+            tl.store(grad_x_ptr_TD + start, grad_TD, mask=in_T[:, None] & (start + d_D < D)[None, :])
+    else:
+        for start in range(0, D, BLOCK_D):
+            in_D = start + d_D < D
+            gate_ptr_ED = gate_ptr + e_E[:, None] * D + start + d_D[None, :]
+            gate_ED = tl.load(gate_ptr_ED, mask=in_E[:, None] & in_D[None, :], other=0.0)
             grad_TD = tl.dot(grad_TE, gate_ED, input_precision="tf32x3")
-        grad_ptr_TD = grad_x_ptr + t_T[:, None] * D + d[None, :]
-        tl.store(grad_ptr_TD, grad_TD.to(grad_x_ptr.dtype.element_ty), mask=in_T[:, None] & (d < D)[None, :])
+            tl.store(grad_x_ptr_TD + start, grad_TD.to(grad_x_ptr.dtype.element_ty), mask=in_T[:, None] & in_D[None, :])
 
 
 @triton.jit
 def _gate_grad_kernel(
-    grad_logits_ptr, x_ptr, partial_ptr, T, D, E, stride_x, slice_T,
-    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    grad_ptr, x_ptr, partial_ptr, T, D, E, stride_x, slice_T,
+    E_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the gate over one slice of the tokens; the slices are added afterwards, in order."""
-    d_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    """Gradient of the gate over one slice of the tokens; the slices are added afterwards, in order.
+
+    For bf16 tokens the gradient of the logits comes in two bf16 parts [2, T, E_P], else as fp32 [T, E].
+    """
+    i_T, d_D = tl.arange(0, BLOCK_T), tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     part = tl.program_id(1).to(tl.int64)
     e_E = tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
     in_E, in_D = e_E < E, d_D < D
+    end = tl.minimum((part + 1) * slice_T, T)
     total_ED = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     for start in range(0, slice_T, BLOCK_T):
-        i_T = start + tl.arange(0, BLOCK_T)
-        t_T = part * slice_T + i_T
-        in_T = (t_T < T) & (i_T < slice_T)
-        grad_TE = tl.load(grad_logits_ptr + t_T[:, None] * E + e_E[None, :], mask=in_T[:, None] & in_E[None, :], other=0.0)
+        t_T = part * slice_T + start + i_T
+        in_T = t_T < end
         x_TD = tl.load(x_ptr + t_T[:, None] * stride_x + d_D[None, :], mask=in_T[:, None] & in_D[None, :], other=0.0)
         if x_TD.dtype == tl.bfloat16:
-            high_TE, middle_TE, low_TE = _split(grad_TE)
-            part_ED = tl.dot(tl.trans(low_TE), x_TD)
-            part_ED = tl.dot(tl.trans(middle_TE), x_TD, part_ED)
-            total_ED += tl.dot(tl.trans(high_TE), x_TD, part_ED)
+            high_ptr_ET = grad_ptr + t_T[None, :] * E_P + e_E[:, None]
+            middle_ptr_ET = grad_ptr + (T + t_T)[None, :] * E_P + e_E[:, None]
+            part_ED = tl.dot(tl.load(middle_ptr_ET, mask=in_T[None, :], other=0.0), x_TD)
+            total_ED += tl.dot(tl.load(high_ptr_ET, mask=in_T[None, :], other=0.0), x_TD, part_ED)
         else:
+            grad_TE = tl.load(grad_ptr + t_T[:, None] * E + e_E[None, :], mask=in_T[:, None] & in_E[None, :], other=0.0)
             total_ED = tl.dot(tl.trans(grad_TE), x_TD.to(tl.float32), total_ED, input_precision="tf32x3")
     ptr_ED = partial_ptr + (part * E + e_E[:, None]) * D + d_D[None, :]
     tl.store(ptr_ED, total_ED, mask=in_E[:, None] & in_D[None, :])

@@ -1,7 +1,7 @@
 """Stable order of (token, choice) pairs by key, on the device and without a host sync.
 
-A counting sort in blocks: count the keys of every block (the router does so itself), add up what lies before each block, place
-each block's pairs. Integer arithmetic throughout, so the order is the same on every run and device.
+A counting sort in blocks: count the keys of every block (the router does so itself), then add up what lies before each block and
+place the block's pairs. Integer arithmetic throughout, so the order is the same on every run and device.
 """
 
 import torch
@@ -24,75 +24,68 @@ def sort_pairs_reference(key_P: Tensor, num_keys: int) -> tuple[Tensor, Tensor, 
 @triton.jit
 def _count_kernel(key_ptr, counts_ptr, P, num_keys, BLOCK_P: tl.constexpr, BINS: tl.constexpr):
     block = tl.program_id(0)
-    p_P = block * BLOCK_P + tl.arange(0, BLOCK_P)
-    # Pairs past the end land in the last bin, which stands for "left out"; their places lie past the end, too.
+    p_P, bin_B = block * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BINS)
     key_P = tl.load(key_ptr + p_P, mask=p_P < P, other=num_keys).to(tl.int32)
-    bin_B = tl.arange(0, BINS)
-    tl.store(counts_ptr + block * (num_keys + 1) + bin_B, tl.histogram(key_P, BINS), mask=bin_B <= num_keys)
-
-
-@triton.jit
-def _scan_kernel(counts_ptr, before_ptr, total_ptr, num_bins, num_blocks, CHUNK: tl.constexpr, BINS: tl.constexpr):
-    """For every block and key of a slice of the keys, how many pairs of the key lie in earlier blocks; and each key's total."""
-    bin_B, c_C = tl.program_id(0) * BINS + tl.arange(0, BINS), tl.arange(0, CHUNK)
-    total_B = tl.zeros([BINS], tl.int32)
-    for first in range(0, num_blocks, CHUNK):
-        b_C = first + c_C
-        known_CB = (b_C < num_blocks)[:, None] & (bin_B < num_bins)[None, :]
-        place_CB = b_C[:, None] * num_bins + bin_B[None, :]
-        counts_CB = tl.load(counts_ptr + place_CB, mask=known_CB, other=0)
-        tl.store(before_ptr + place_CB, tl.cumsum(counts_CB, axis=0) - counts_CB + total_B[None, :], mask=known_CB)
-        total_B += tl.sum(counts_CB, axis=0)
-    tl.store(total_ptr + bin_B, total_B, mask=bin_B < num_bins)
+    tl.store(counts_ptr + block * num_keys + bin_B, tl.histogram(key_P, BINS, mask=key_P < num_keys), mask=bin_B < num_keys)
 
 
 @triton.jit
 def _place_kernel(
-    key_ptr, before_ptr, total_ptr, pair_ptr, row_ptr, counts_ptr, offsets_ptr, P, num_keys, block_pairs,
+    key_ptr, block_counts_ptr, pair_ptr, row_ptr, counts_ptr, offsets_ptr, P, num_keys, num_blocks, program_blocks, program_pairs,
     BLOCK_P: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
+    """Places the pairs of some consecutive blocks: sorts them by key, then moves each key's pairs to where they belong."""
+    program = tl.program_id(0)
     i_P, c_C, bin_B = tl.arange(0, BLOCK_P), tl.arange(0, CHUNK), tl.arange(0, BINS)
-    total_B = tl.load(total_ptr + bin_B, mask=bin_B <= num_keys, other=0)
-    if block == 0:
+    before_CB, here_CB = tl.zeros([CHUNK, BINS], tl.int32), tl.zeros([CHUNK, BINS], tl.int32)
+    after_CB = tl.zeros([CHUNK, BINS], tl.int32)
+    for first in range(0, num_blocks, CHUNK):
+        b_C = first + c_C
+        known_CB = (b_C < num_blocks)[:, None] & (bin_B < num_keys)[None, :]
+        counts_CB = tl.load(block_counts_ptr + b_C[:, None] * num_keys + bin_B[None, :], mask=known_CB, other=0)
+        owner_C1 = (b_C // program_blocks)[:, None]
+        before_CB += tl.where(owner_C1 < program, counts_CB, 0)
+        here_CB += tl.where(owner_C1 == program, counts_CB, 0)
+        after_CB += tl.where(owner_C1 > program, counts_CB, 0)
+    before_B, here_B = tl.sum(before_CB, axis=0), tl.sum(here_CB, axis=0)
+    total_B = before_B + here_B + tl.sum(after_CB, axis=0)
+    end_B = tl.cumsum(total_B, axis=0)
+    if program == 0:
         tl.store(counts_ptr + bin_B, total_B.to(tl.int64), mask=bin_B < num_keys)
-        tl.store(offsets_ptr + bin_B, tl.cumsum(total_B, axis=0), mask=bin_B < num_keys)
-    p_P = block * block_pairs + i_P
-    in_P = (i_P < block_pairs) & (p_P < P)
-    key_P = tl.load(key_ptr + p_P, mask=in_P, other=num_keys).to(tl.int32)
-    place_P = tl.load(before_ptr + block * (num_keys + 1) + key_P)
-    place_P += tl.sum(tl.where(bin_B[None, :] < key_P[:, None], total_B[None, :], 0), axis=1)
-    for first in range(0, BLOCK_P, CHUNK):
-        j_C = first + c_C
-        q_C = block * block_pairs + j_C
-        other_C = tl.load(key_ptr + q_C, mask=(j_C < block_pairs) & (q_C < P), other=num_keys).to(tl.int32)
-        earlier_PC = (key_P[:, None] == other_C[None, :]) & (j_C[None, :] < i_P[:, None])
-        place_P += tl.sum(earlier_PC.to(tl.int32), axis=1)
-    left_out_P = key_P == num_keys
-    tl.store(row_ptr + p_P, tl.where(left_out_P, -1, place_P), mask=in_P)
-    tl.store(pair_ptr + place_P, tl.where(left_out_P, -1, p_P), mask=in_P)
+        tl.store(offsets_ptr + bin_B, end_B, mask=bin_B < num_keys)
+    # From a pair's place among this program's sorted pairs to its place among all.
+    shift_B = end_B - total_B + before_B - (tl.cumsum(here_B, axis=0) - here_B)
+    left_out_shift = tl.sum(total_B) + (program * program_pairs - tl.sum(before_B)) - tl.sum(here_B)
+
+    first_pair = program * program_pairs
+    in_P = (i_P < program_pairs) & (first_pair + i_P < P)
+    key_P = tl.load(key_ptr + first_pair + i_P, mask=in_P, other=num_keys).to(tl.int32)
+    sorted_P = tl.sort(key_P * BLOCK_P + i_P)
+    key_P, pair_P = sorted_P // BLOCK_P, first_pair + sorted_P % BLOCK_P
+    kept_P = key_P < num_keys
+    place_P = i_P + tl.where(kept_P, tl.gather(shift_B, tl.minimum(key_P, num_keys - 1), 0), left_out_shift)
+    in_P = pair_P < tl.minimum(first_pair + program_pairs, P)
+    tl.store(row_ptr + pair_P, tl.where(kept_P, place_P, -1), mask=in_P)
+    tl.store(pair_ptr + place_P, tl.where(kept_P, pair_P, -1), mask=in_P)
 
 
 def _launch_sort(
     key_P: Tensor, num_keys: int, block_counts: Tensor | None, block_pairs: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     P, key_P = key_P.shape[0], key_P.contiguous()
-    bins = triton.next_power_of_2(num_keys + 1)
+    bins = max(triton.next_power_of_2(num_keys), 16)
     if block_counts is None:
-        block_pairs = 128
-        block_counts = key_P.new_empty(max(triton.cdiv(P, block_pairs), 1), num_keys + 1, dtype=torch.int32)
+        block_pairs = 512
+        block_counts = key_P.new_empty(max(triton.cdiv(P, block_pairs), 1), num_keys, dtype=torch.int32)
         _count_kernel[(len(block_counts),)](key_P, block_counts, P, num_keys, BLOCK_P=block_pairs, BINS=bins, num_warps=4)
-    blocks, group = len(block_counts), min(bins, 16)
-    before, total = torch.empty_like(block_counts), key_P.new_empty(num_keys + 1, dtype=torch.int32)
     pair_P, row_P = (key_P.new_empty(P, dtype=torch.int32) for _ in range(2))
     counts, offsets = key_P.new_empty(num_keys, dtype=torch.int64), key_P.new_empty(num_keys, dtype=torch.int32)
-    chunk = min(triton.next_power_of_2(blocks), 512)
-    _scan_kernel[(triton.cdiv(num_keys + 1, group),)](
-        block_counts, before, total, num_keys + 1, blocks, CHUNK=chunk, BINS=group, num_warps=4
-    )
-    _place_kernel[(blocks,)](
-        key_P, before, total, pair_P, row_P, counts, offsets, P, num_keys, block_pairs,
-        BLOCK_P=triton.next_power_of_2(block_pairs), BINS=bins, CHUNK=32, num_warps=4,
+    # Every program reads all counts: several blocks each keep the programs few.
+    blocks = len(block_counts)
+    each = max(min(triton.cdiv(blocks, 256), 2048 // block_pairs), 1)
+    _place_kernel[(max(triton.cdiv(blocks, each), 1),)](
+        key_P, block_counts, pair_P, row_P, counts, offsets, P, num_keys, blocks, each, each * block_pairs,
+        BLOCK_P=triton.next_power_of_2(each * block_pairs), BINS=bins, CHUNK=max(4096 // bins, 1), num_warps=4,
     )  # fmt: skip
     return pair_P, row_P, counts, offsets
 
@@ -119,8 +112,8 @@ def sort_pairs(
 
     Args:
         key_P: [P] integers in [0, num_keys]; the key ``num_keys`` means "leave out".
-        block_counts: how often each key, the last being "leave out", occurs in every ``block_pairs`` consecutive pairs:
-            [blocks, num_keys + 1] int32; counted here if None.
+        block_counts: how often each key but "leave out" occurs in every ``block_pairs`` consecutive pairs:
+            [blocks, num_keys] int32; counted here if None.
     Returns:
         ``pair_P`` int32: the pairs in key order, those left out last and given as -1; ``row_P`` int32: each pair's place in
         that order, -1 for those left out; ``counts`` [num_keys] int64: pairs per key; ``offsets`` [num_keys] int32: where each

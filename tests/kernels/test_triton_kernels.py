@@ -26,6 +26,8 @@ KERNELS = [
     "gather_sum",
     "weighted_swiglu",
     "weighted_swiglu_backward",
+    "grouped_mm",
+    "grouped_swiglu",
     "sort_pairs",
     "route",
     "route_backward",
