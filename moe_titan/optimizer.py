@@ -44,6 +44,7 @@ class ShardedAdamW:
         weight_decay: float,
         implementation: Literal["for-loop", "foreach", "fused"],
     ):
+        self.plan = plan
         self._low = split_weights(model, plan, param_dtype)
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
         kind = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
@@ -55,8 +56,6 @@ class ShardedAdamW:
             whole = torch.float32 if name in self._low else shard.dtype
             moments = {moment: torch.zeros_like(shard, dtype=whole, memory_format=torch.contiguous_format) for moment in MOMENTS}
             self.state[name] = {"step": torch.zeros((), dtype=torch.float32)} | moments
-        counted = [plan[name].counted for name in self.parameters]
-        self._counted_P = torch.tensor(counted, device=shard.device)
 
     def expect(self, micro_batches: int) -> None:
         """Prepares for a step of so many backward passes: several add up in fp32, as they do under FSDP2."""
@@ -73,12 +72,14 @@ class ShardedAdamW:
             NonFiniteGradient: naming the first parameter and rank; nothing has been updated.
         """
         grads = {name: self._gradient(parameter) for name, parameter in self.parameters.items()}
-        norms_P = _norms(list(grads.values()))
-        total = torch.where(self._counted_P, norms_P, 0).double().square().sum()
+        norms = _norms(grads)
+        # What is not counted here another rank counts.
+        counted = [norm for name, norm in norms.items() if self.plan[name].counted] or [0 * next(iter(norms.values()))]
+        total = torch.stack(counted).double().square().sum()
         dist.all_reduce(total)
         norm = total.sqrt().float()
         if not norm.isfinite():
-            self._raise_non_finite(norms_P)
+            self._raise_non_finite(norms)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         beta1, beta2 = self.settings["betas"]
         for name, parameter in self.parameters.items():
@@ -131,19 +132,19 @@ class ShardedAdamW:
             grad = grad.redistribute(placements=parameter.placements).to_local()
         return grad
 
-    def _raise_non_finite(self, norms_P: Tensor) -> None:
-        bad = [name for name, norm in zip(self.parameters, norms_P.tolist(), strict=True) if not norm < float("inf")]
+    def _raise_non_finite(self, norms: dict[str, Tensor]) -> None:
+        bad = [name for name in self.parameters if not norms[name] < float("inf")]
         found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, bad)
         where = [f"{names[0]} on rank {rank} ({len(names)} parameters there)" for rank, names in enumerate(found) if names]
         raise NonFiniteGradient("gradient is not finite; first in " + "; ".join(where[:4]))
 
 
-def _norms(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm of each, computed in fp32: [len(tensors)]."""
-    norms = torch.empty(len(tensors), dtype=torch.float32, device=tensors[0].device)
-    for dtype in {tensor.dtype for tensor in tensors}:
-        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        found = torch._foreach_norm([tensors[place] for place in places], dtype=torch.promote_types(dtype, torch.float32))
-        norms[places] = torch.stack(found).float()
+def _norms(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The 2-norm of each, an fp32 scalar (fp64 for fp64)."""
+    norms: dict[str, Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors.values()}:
+        alike = {name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype}
+        found = torch._foreach_norm(list(alike.values()), dtype=torch.promote_types(dtype, torch.float32))
+        norms |= zip(alike, found, strict=True)
     return norms
