@@ -102,6 +102,7 @@ class Trainer:
         logger.info("training ends at step %d after %d tokens", self.step, self.tokens)
 
     def close(self) -> None:
+        self.data.close()
         self.metrics.close()
         dist.destroy_process_group()
         if self._lock is not None:

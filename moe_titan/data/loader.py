@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_titan.data.packing import PackedStream
-from moe_titan.data.source import Source
+from moe_titan.data.read_ahead import ReadAhead
+from moe_titan.data.reader import Reader
+from moe_titan.data.source import RandomAccessSource, Source
 from moe_titan.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from moe_titan.config import Config
 
+logger = logging.getLogger(__name__)
 
 IGNORED = -100  # label of a position that is not trained on
 
@@ -27,11 +28,6 @@ class MicroBatch(NamedTuple):
     valid_BS: Tensor | None = None  # bool, False on padding; None: there is none
 
 
-class _Step(NamedTuple):
-    batches: list[MicroBatch]
-    position_G3: Tensor  # after this step
-
-
 class DataLoader:
     """Packed samples of a corpus, looped over without end, an optimizer step's share at a time.
 
@@ -40,7 +36,8 @@ class DataLoader:
     global batch of a step depends on the corpus, `seq_len`, `global_batch_size` and `seed`, and on nothing else.
 
     Args:
-        prefetch: optimizer steps that a background thread reads ahead; 0 reads in the calling thread.
+        prefetch: optimizer steps that a child process reads ahead, for which `source` and `tokenizer` must be picklable; 0 reads
+            in the calling process.
         pin_memory: return page-locked tensors.
 
     Raises:
@@ -67,52 +64,45 @@ class DataLoader:
                 f"training.global_batch_size = {global_batch_size} must be a multiple of training.local_batch_size "
                 f"times the number of data ranks, {local_batch_size} x {dp_degree}."
             )
-        self._source, self._tokenizer, self._seq_len, self._seed = source, tokenizer, seq_len, seed
-        self._num_streams = global_batch_size
-        # [micro-batches, local batch] of stream numbers
-        self._own_MB = np.arange(global_batch_size).reshape(-1, dp_degree, local_batch_size)[:, dp_rank]
-        self._pin_memory = pin_memory
+        if isinstance(source, RandomAccessSource) and len(source) < global_batch_size and dp_rank == 0:
+            logger.warning(
+                f"The corpus has {len(source)} documents for training.global_batch_size = {global_batch_size}: samples of a "
+                "batch will repeat each other. Use more documents or a smaller global batch."
+            )
+        own_MB = np.arange(global_batch_size).reshape(-1, dp_degree, local_batch_size)[:, dp_rank]
+        self._reader = Reader(source, tokenizer, seq_len, seed, global_batch_size, own_MB)
         self._prefetch = prefetch
-        self._thread = ThreadPoolExecutor(1, "data") if prefetch else None
-        self._ahead: deque[Future[_Step]] = deque()
-        streams = torch.arange(global_batch_size)
-        self._open(torch.stack([0 * streams, streams, 0 * streams], dim=1))
+        self._pin_memory = pin_memory
+        streams = np.arange(global_batch_size)
+        self._open(np.stack([0 * streams, streams, 0 * streams], axis=1))
 
-    def _open(self, position_G3: Tensor) -> None:
-        own = {int(g): tuple(position_G3[g].tolist()) for g in self._own_MB.flat}
-        dealt = self._source.deal({g: position[:2] for g, position in own.items()}, self._num_streams, self._seed)
-        self._streams = {g: PackedStream(dealt[g], self._tokenizer, self._seq_len, position) for g, position in own.items()}
-        self._position_G3 = self._current_position()
-
-    def _current_position(self) -> Tensor:
-        position_G3 = torch.zeros(self._num_streams, 3, dtype=torch.int64)
-        position_G3[list(self._streams)] = torch.tensor([stream.position for stream in self._streams.values()])
-        return position_G3
-
-    def _read_step(self) -> _Step:
-        batches = []
-        for own_B in self._own_MB:
-            samples = torch.from_numpy(np.stack([self._streams[int(g)].next_sample() for g in own_B]))
-            batches.append(MicroBatch(samples[:, :-1].contiguous(), samples[:, 1:].contiguous()))
-        return _Step(batches, self._current_position())
+    def _open(self, position_G3: np.ndarray) -> None:
+        steps = self._reader.steps(position_G3)  # in any case, to refuse here what does not fit
+        self._steps = ReadAhead(self._reader, position_G3, self._prefetch) if self._prefetch else steps
+        self._position_O3 = position_G3[self._reader.own_MB.ravel()]
 
     def next_step(self) -> list[MicroBatch]:
-        """The micro-batches of the next optimizer step, on the CPU."""
-        if self._thread is None:
-            step = self._read_step()
-        else:
-            while len(self._ahead) <= self._prefetch:
-                self._ahead.append(self._thread.submit(self._read_step))
-            step = self._ahead.popleft().result()
-        self._position_G3 = step.position_G3
-        if not self._pin_memory:
-            return step.batches
-        return [MicroBatch(tokens.pin_memory(), labels.pin_memory()) for tokens, labels, _ in step.batches]
+        """The micro-batches of the next optimizer step, on the CPU.
+
+        Raises:
+            RuntimeError: the process that reads ahead has died.
+        """
+        *arrays, self._position_O3 = next(self._steps)
+        tokens_MBS, labels_MBS = map(torch.from_numpy, arrays)
+        if self._pin_memory:
+            tokens_MBS, labels_MBS = tokens_MBS.pin_memory(), labels_MBS.pin_memory()
+        return [MicroBatch(*batch) for batch in zip(tokens_MBS, labels_MBS, strict=True)]
+
+    def close(self) -> None:
+        """Ends reading ahead, without waiting for it."""
+        self._steps.close()
 
     def state_dict(self) -> dict[str, Tensor]:
         """`position`, [global_batch_size, 3] int64: where the next step starts reading, as rows (epoch, document of the
         epoch, token). Rows of other data ranks' streams are zero: the sum over the data ranks is the whole."""
-        return {"position": self._position_G3.clone()}
+        position_G3 = torch.zeros(self._reader.num_streams, 3, dtype=torch.int64)
+        position_G3[self._reader.own_MB.ravel()] = torch.from_numpy(self._position_O3)
+        return {"position": position_G3}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue from the sum of all data ranks' `state_dict`, whatever their number was.
@@ -120,15 +110,15 @@ class DataLoader:
         Raises:
             ValueError: the global batch size is another one, or the position does not fit the corpus.
         """
-        position_G3 = state["position"].cpu()
-        if position_G3.shape != (self._num_streams, 3):
+        position_G3 = state["position"].numpy(force=True)
+        if position_G3.shape != (self._reader.num_streams, 3):
             raise ValueError(
-                f"training.global_batch_size = {self._num_streams}: the checkpoint's data position is of a run with "
+                f"training.global_batch_size = {self._reader.num_streams}: the checkpoint's data position is of a run with "
                 f"{len(position_G3)} and continues with no other. Set training.global_batch_size = {len(position_G3)}."
             )
-        wait(self._ahead)  # the thread must be out of the streams
-        self._ahead.clear()
+        former = self._steps
         self._open(position_G3)
+        former.close()
 
 
 def build_dataloader(config: Config, source: Source, tokenizer: Tokenizer, dp_rank: int, dp_degree: int) -> DataLoader:

@@ -4,7 +4,6 @@ The documents of all epochs, in order, are numbered 0, 1, 2, ...; stream g of G 
 Which ranks read which streams plays no part in it.
 """
 
-import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -12,8 +11,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-
-logger = logging.getLogger(__name__)
 
 
 class Document(NamedTuple):
@@ -44,11 +41,6 @@ class RandomAccessSource(Source):
     def document(self, index: int) -> str: ...
 
     def deal(self, starts: Mapping[int, tuple[int, int]], num_streams: int, seed: int) -> dict[int, Iterator[Document]]:
-        if len(self) < num_streams and 0 in starts:
-            logger.warning(
-                f"The corpus has {len(self)} documents for training.global_batch_size = {num_streams}: samples of a "
-                "batch will repeat each other. Use more documents or a smaller global batch."
-            )
         for stream, (epoch, index) in starts.items():
             if (epoch * len(self) + index) % num_streams != stream:
                 raise ValueError(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from torchtitan.components import tokenizer as torchtitan_tokenizer
-
 if TYPE_CHECKING:
     from moe_titan.config import Config
 
@@ -53,6 +51,9 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, folder: str) -> None:
+        # It brings torch along, which the process that reads ahead does without.
+        from torchtitan.components import tokenizer as torchtitan_tokenizer
+
         try:
             loaded = torchtitan_tokenizer.HuggingFaceTokenizer(folder)
         except FileNotFoundError as error:

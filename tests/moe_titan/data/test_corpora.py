@@ -14,7 +14,7 @@ import torch
 
 from moe_titan.data.corpora import CutTextFile, JsonLines, TextFiles, build_source, stdlib_files
 from moe_titan.data.hugging_face import MappedDataset, StreamedDataset
-from moe_titan.data.loader import build_dataloader
+from moe_titan.data.loader import DataLoader, build_dataloader
 from moe_titan.data.source import RandomAccessSource, Source
 from moe_titan.data.tokenizer import ByteTokenizer
 
@@ -161,24 +161,36 @@ def test_hub_datasets_are_streamed(monkeypatch: pytest.MonkeyPatch, name: str, p
     assert list(source.documents(0)) == TEXTS
 
 
-@pytest.mark.parametrize("kind", ["stdlib", "json", "parquet", "text"])
-def test_loader_of_each_corpus_resumes(tmp_path: Path, kind: str) -> None:
-    write_json_lines(tmp_path / "a.json", TEXTS)
-    write_parquet(tmp_path / "a.parquet", TEXTS)
-    dataloader = SimpleNamespace(num_workers=1, pin_memory=False, prefetch_factor=None)
-    sizes = {"seq_len": 16, "local_batch_size": 2, "global_batch_size": 4, "dataloader": dataloader}
-    config = SimpleNamespace(training=training(kind, tmp_path, **sizes), debug=SimpleNamespace(seed=3))
+@pytest.mark.parametrize("kind", ["stdlib", "json", "parquet", "text", "me/mine", "c4"])
+def test_loader_of_each_corpus_reads_the_same_in_a_process_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    write_json_lines(tmp_path / "train" / "a.json", TEXTS)
+    write_parquet(tmp_path / "train" / "a.parquet", TEXTS)
+    if kind == "c4":  # has another configuration than local files
+        load_dataset, files = datasets.load_dataset, str(tmp_path / "train" / "a.json")
+        monkeypatch.setattr(
+            datasets, "load_dataset", lambda *_, name, **options: load_dataset("json", data_files=files, **options)
+        )
+    elif kind == "me/mine":
+        (tmp_path / "train" / "a.parquet").unlink()
 
-    def loader():
+    def loader(workers: int) -> DataLoader:
+        dataloader = SimpleNamespace(num_workers=workers, pin_memory=False, prefetch_factor=None)
+        sizes = {"seq_len": 16, "local_batch_size": 2, "global_batch_size": 4, "dataloader": dataloader}
+        config = SimpleNamespace(training=training(kind, tmp_path, **sizes), debug=SimpleNamespace(seed=3))
         return build_dataloader(config, build_source(config.training), ByteTokenizer(), dp_rank=0, dp_degree=1)
 
-    first, second = loader(), loader()
-    for _ in range(7):
-        first.next_step()
-    second.load_state_dict(first.state_dict())
-    for _ in range(7):
-        for a, b in zip(first.next_step(), second.next_step(), strict=True):
+    here, ahead = loader(0), loader(1)
+    for step in range(14):
+        if step == 7:
+            ahead.close()
+            ahead = loader(1)
+            ahead.load_state_dict(here.state_dict())
+        for a, b in zip(ahead.next_step(), here.next_step(), strict=True):
             assert torch.equal(a.tokens_BS, b.tokens_BS) and torch.equal(a.labels_BS, b.labels_BS)
+        assert torch.equal(ahead.state_dict()["position"], here.state_dict()["position"])
+    ahead.close()
 
 
 @pytest.mark.parametrize("dataset", ["text", "json", "parquet"])
