@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from kernels.grouped_mm import grouped_mm, grouped_mm_weight_grad
-from kernels.grouped_swiglu import grouped_swiglu, up_projection
 from kernels.permute import gather_sum, spread_rows
-from kernels.swiglu import weighted_swiglu_backward
+from kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
 
 def expert_mlp_reference(
@@ -25,12 +24,19 @@ def expert_mlp_reference(
     return torch.cat(outputs)
 
 
+def _up(rows_RD: Tensor, w13_E2FD: Tensor, offsets_E: Tensor) -> Tensor:
+    """Gate and up pre-activations [R, 2, F] of the rows, in one product."""
+    product = grouped_mm(rows_RD, w13_E2FD.flatten(1, 2).transpose(1, 2), offsets_E)
+    return product.view(-1, *w13_E2FD.shape[1:3])
+
+
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute):
-        rows_RD = spread_rows(x_ND, row_NK, len(pair_R))
-        act_RF, gate_up_R2F = grouped_swiglu(rows_RD, w13_E2FD, weights_P, pair_R, offsets_E, keep=not recompute)
-        ctx.save_for_backward(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, gate_up_R2F)
+        gate_up_R2F = _up(spread_rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E)
+        act_RF = weighted_swiglu(gate_up_R2F, weights_P, pair_R, offsets_E[-1:])
+        kept_R2F = None if recompute else gate_up_R2F
+        ctx.save_for_backward(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept_R2F)
         return grouped_mm(act_RF, w2_EDF.transpose(1, 2), offsets_E)
 
     @staticmethod
@@ -38,7 +44,7 @@ class _ExpertMLP(torch.autograd.Function):
         x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, gate_up_R2F = ctx.saved_tensors
         grad_RD = grad_RD.contiguous()
         if gate_up_R2F is None:
-            gate_up_R2F = up_projection(spread_rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E)
+            gate_up_R2F = _up(spread_rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E)
         grad_act_RF = grouped_mm(grad_RD, w2_EDF, offsets_E)
         grad_gate_up_R2F, grad_weights_P, act_RF = weighted_swiglu_backward(
             grad_act_RF, gate_up_R2F, weights_P, pair_R, offsets_E[-1:]

@@ -17,7 +17,6 @@ from kernels.grouped_mm import (
     grouped_mm_weight_grad_reference,
     tiled_grouped_mm,
 )
-from kernels.grouped_swiglu import fused_grouped_swiglu, grouped_swiglu_reference
 from kernels.route import RouteOptions
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -204,21 +203,6 @@ def test_tiled_grouped_mm(poisoned, tile, transposed, groups) -> None:
     a_RK[rows:] = math.nan
     out_RN = poisoned(tiled_grouped_mm, a_RK, b_EKN, ends, list(tile))[:rows]
     assert relative_error(out_RN, grouped_mm_reference(a_RK.double(), b_EKN.double(), ends)[:rows]) < ROUNDED[BF16]
-
-
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("keep", [False, True])
-def test_fused_grouped_swiglu(poisoned, keep, groups) -> None:
-    rows, E, ends, D, F = sum(groups), len(groups), ends_of(groups), 328, 256
-    x_RD, w13_E2FD = randn(rows + 5, D, dtype=BF16), randn(E, 2, F, D, dtype=BF16) * D**-0.5
-    weights_P, pair_R = torch.rand(2 * rows + 5, device=DEVICE), torch.randperm(2 * rows + 5, device=DEVICE).int()[: rows + 5]
-    x_RD[rows:], pair_R[rows:] = math.nan, -1
-    act_RF, gate_up_R2F = poisoned(fused_grouped_swiglu, x_RD, w13_E2FD, weights_P, pair_R, ends, keep)
-    wide = x_RD[:rows].double(), w13_E2FD.double(), weights_P.double(), pair_R[:rows], ends
-    expected_act, expected_gate_up = grouped_swiglu_reference(*wide)
-    assert relative_error(act_RF[:rows], expected_act) < PRODUCTS[BF16]
-    assert len(gate_up_R2F) == (rows + 5 if keep else 0)
-    assert not keep or relative_error(gate_up_R2F[:rows], expected_gate_up) < ROUNDED[BF16]
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)

@@ -15,7 +15,6 @@ from kernels.grouped_mm import (
     grouped_mm_weight_grad_reference,
     tiled_grouped_mm,
 )
-from kernels.grouped_swiglu import fused_grouped_swiglu
 from kernels.permute import gather_sum, permute, spread_rows, unpermute
 from kernels.route import COUNTED_TOKENS, RouteOptions, block_counts_reference, route
 from kernels.sort import _sort_pairs
@@ -53,9 +52,6 @@ def test_ops_are_registered_correctly(dtype) -> None:
     torch.library.opcheck(
         tiled_grouped_mm, (x_TD.detach(), torch.randn(2, 6, 5, dtype=dtype), offsets([1, 3]), [32, 32, 32, 4, 2, 1])
     )
-    routed = torch.rand(8), torch.tensor([6, 0, 3, -1], dtype=torch.int32), offsets([1, 2])
-    for keep in (False, True):
-        torch.library.opcheck(fused_grouped_swiglu, (x_TD.detach(), torch.randn(2, 2, 3, 6, dtype=dtype), *routed, keep))
     torch.library.opcheck(_sort_pairs, (torch.tensor([2, 0, 3, 2, 1]), 3, None, 0))
     gate_up_R2F, weights_P = torch.randn(5, 2, 3, dtype=dtype), torch.rand(8)
     index = (torch.tensor([6, 0, 3, 7, -1], dtype=torch.int32), torch.tensor([4]))

@@ -27,7 +27,6 @@ KERNELS = [
     "weighted_swiglu",
     "weighted_swiglu_backward",
     "grouped_mm",
-    "grouped_swiglu",
     "sort_pairs",
     "route",
     "route_backward",

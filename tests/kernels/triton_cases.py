@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kernels import adamw, cross_entropy, grouped_mm, grouped_swiglu, permute, route, sort, swiglu
+from kernels import adamw, cross_entropy, grouped_mm, permute, route, sort, swiglu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Rounding of one result: one unit in the last place of bf16, as the interpreter rounds towards zero; a few operations in fp32.
@@ -119,23 +119,6 @@ def grouped_mm_cases():
                 yield f"grouped_mm {case}", error(actual, expected) / 10
 
 
-def grouped_swiglu_cases():
-    for groups in ([0, 1, 7, 0, 33, 31, 32, 64], [40], [0, 0], [0, 100, 0]):
-        rows, E, D, F = sum(groups), len(groups), 40, 64
-        ends, pair_R = torch.tensor(groups).cumsum(0, dtype=torch.int32), torch.randperm(2 * rows + 5).int()[: rows + 5]
-        x_RD, w13_E2FD, weights_P = torch.randn(rows + 5, D), 0.3 * torch.randn(E, 2, F, D), torch.rand(2 * rows + 5)
-        x_RD[rows:], pair_R[rows:] = torch.nan, -1
-        wide = x_RD.double(), w13_E2FD.double(), weights_P.double(), pair_R, ends
-        expected = [tensor[:rows].float() for tensor in grouped_swiglu.grouped_swiglu_reference(*wide)]
-        for programs in (1, 5):
-            for keep in (False, True):
-                tile = grouped_mm.Tile(32, 32, 16, 4, 2)
-                act, gate_up = grouped_swiglu._launch(x_RD, w13_E2FD, weights_P, pair_R, ends, keep, programs, tile)
-                case = f"{groups} on {programs} programs, keep {keep}"
-                yield f"grouped_swiglu act {case}", error(act[:rows], expected[0]) / 10
-                yield f"grouped_swiglu gate_up {case}", error(gate_up[:rows], expected[1]) / 10 if keep else float(len(gate_up))
-
-
 def sort_pairs_cases():
     for P, num_keys in ((0, 3), (1, 1), (7, 4), (255, 8), (256, 5), (700, 129)):
         for name, key_P in (
@@ -225,7 +208,6 @@ CASES = (
     gather_sum_cases,
     swiglu_cases,
     grouped_mm_cases,
-    grouped_swiglu_cases,
     sort_pairs_cases,
     route_cases,
     cross_entropy_cases,
