@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kernels.peers import set_timeout as set_dispatch_timeout
 from moe_titan.checkpoint import DTYPES, Checkpointer, Progress
 from moe_titan.config import Config, to_toml
 from moe_titan.data import MicroBatch, build_dataloader
@@ -48,6 +49,7 @@ class Trainer:
             _train_options(config, inputs.tokenizer.eos_id),
             _parallel_options(config),
         )
+        set_dispatch_timeout(config.comm.init_timeout_seconds)
         self.checkpointer = Checkpointer(config, self.engine, self.data) if config.checkpoint.enable else None
         start = Progress()
         if self.checkpointer is not None and inputs.checkpoint is not None:
@@ -212,6 +214,7 @@ def _start_processes(config: Config) -> torch.device:
 
 def _set_timeout(seconds: int) -> None:
     """A tighter bound on collectives once everything has been compiled and connected."""
+    set_dispatch_timeout(seconds)
     for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -248,6 +251,8 @@ def _parallel_options(config: Config) -> ParallelOptions:
     recompute, compiling = config.activation_checkpoint, config.compile
     return ParallelOptions(
         dispatcher=config.moe.dispatcher,
+        dispatch_tokens=config.training.local_batch_size * config.training.seq_len // config.parallelism.tensor_parallel_degree,
+        dispatch_sms=config.moe.dispatch_sms,
         param_dtype=DTYPES[config.training.mixed_precision_param],
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward != "never",
         recompute=recompute.mode,

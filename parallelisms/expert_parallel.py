@@ -10,7 +10,7 @@ SHARD_DIMS = {"w13": {"ep": 0, "etp": 2}, "w2": {"ep": 0, "etp": 2}}
 """ep cuts by expert; etp cuts the expert width, which is dimension 2 of w13 [E, 2, F, D] and of w2 [E, D, F]."""
 
 
-def apply_expert_parallel(model: nn.Module, mesh: FoldedMesh, dispatcher: str) -> None:
+def apply_expert_parallel(model: nn.Module, mesh: FoldedMesh, dispatcher: str, max_tokens: int, programs: int) -> None:
     """Cuts w13 and w2 of every MoE layer over ep and etp, in place, and sets its dispatcher of the given kind."""
     layout, model_mesh = mesh.layout, mesh.expert_model
     for block in model.layers.values():
@@ -22,4 +22,6 @@ def apply_expert_parallel(model: nn.Module, mesh: FoldedMesh, dispatcher: str) -
                 placements = [Shard(dims[dim]) for dim in model_mesh.mesh_dim_names]
                 parameter = distribute_tensor(getattr(experts, name), model_mesh, placements)
                 setattr(experts, name, nn.Parameter(parameter))
-        block.moe.dispatcher = build_dispatcher(dispatcher, experts.num_experts, mesh.dispatch_group, layout.ep, layout.etp)
+        block.moe.dispatcher = build_dispatcher(
+            dispatcher, experts.num_experts, mesh.dispatch_group, layout.ep, layout.etp, max_tokens, programs
+        )

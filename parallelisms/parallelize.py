@@ -19,11 +19,15 @@ from parallelisms.tensor_parallel import apply_tensor_parallel
 class ParallelOptions:
     """How the layout is carried out; none of these changes a result beyond rounding.
 
+    ``dispatch_tokens``: the most tokens that a rank has in a micro-batch; ``dispatch_sms``: see
+    :func:`parallelisms.dispatch.build_dispatcher` for both.
     ``recompute_option``: for selective recomputation "op", or k as a string for every k-th block in full.
     ``compile_backend``: None compiles nothing.
     """
 
     dispatcher: str = "auto"
+    dispatch_tokens: int = 0
+    dispatch_sms: int = 64
     param_dtype: torch.dtype = torch.bfloat16
     reshard_after_forward: bool = True
     recompute: Literal["none", "selective", "full"] = "none"
@@ -39,7 +43,7 @@ def parallelize(model: nn.Module, mesh: FoldedMesh, options: ParallelOptions) ->
     """
     if mesh.layout.tp > 1:
         apply_tensor_parallel(model, mesh.dim("tp"))
-    apply_expert_parallel(model, mesh, options.dispatcher)
+    apply_expert_parallel(model, mesh, options.dispatcher, options.dispatch_tokens, options.dispatch_sms)
     plan = ShardingPlan(model, mesh)
     selective = options.recompute == "selective"
     if selective and options.recompute_option == "op":

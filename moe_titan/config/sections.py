@@ -80,8 +80,8 @@ class LRScheduler:
 
 @dataclass
 class DataLoader:
-    num_workers: int = key(0, "Above 0, a thread reads batches ahead; 0 reads them when they are wanted", at_least(0))
-    persistent_workers: bool = key(False, "Accepted for torchtitan's sake: the thread lives as long as the run")
+    num_workers: int = key(0, "Above 0, a process reads batches ahead; 0 reads them when they are wanted", at_least(0))
+    persistent_workers: bool = key(False, "Accepted for torchtitan's sake: the process lives as long as the run")
     pin_memory: bool = key(False, "Put batches into pinned memory")
     prefetch_factor: int | None = key(None, "Steps to read ahead, needs num_workers > 0; none means 2", at_least(1))
 
@@ -138,9 +138,11 @@ class Parallelism:
 
 @dataclass
 class Moe:
-    dispatcher: Literal["auto", "local", "allgather", "alltoall"] = key(
-        "auto", "How tokens reach their experts; local is for experts that are not spread over ranks"
+    dispatcher: Literal["auto", "local", "allgather", "alltoall", "nvlink"] = key(
+        "auto",
+        "How tokens reach their experts; local is for experts that are not spread over ranks, nvlink for ranks of one host",
     )
+    dispatch_sms: int = key(64, "Multiprocessors that nvlink's transfers take at most", at_least(1))
     sequence_balance_loss_coeff: float = key(0.0, "Weight of the balance loss over each sequence", at_least(0))
     batch_balance_loss_coeff: float = key(0.0, "Weight of the balance loss over the batch", at_least(0))
 

@@ -150,6 +150,8 @@ def _check_experts(config: Config, args: Any, world_size: int) -> Iterator[str]:
         yield config.problem(_EP, f"times {_ETP} {etp} must divide {stage} processes; as product {_divisors(stage)}")
     if config.moe.dispatcher == "local" and ep * etp > 1:
         yield config.problem("moe.dispatcher", f'needs {_EP} and {_ETP} 1; use "auto", "allgather" or "alltoall"')
+    if config.moe.dispatcher == "nvlink" and ep * etp == 1:
+        yield config.problem("moe.dispatcher", f'needs {_EP} or {_ETP} above 1; use "auto" or "local"')
     if moe.top_k > moe.num_experts:
         yield _argument(config, args, "moe_args.top_k", f"must be <= num_experts = {moe.num_experts}")
     if moe.score_before_experts:

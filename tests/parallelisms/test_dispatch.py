@@ -83,7 +83,7 @@ def _round_trips(kind: str) -> int:
     rank, trips = dist.get_rank(), 0
     for ep, etp in DEGREES:
         mesh = FoldedMesh(Layout(dp_shard=2, tp=4, ep=ep, etp=etp), "cpu")
-        dispatcher = build_dispatcher(kind, EXPERTS, mesh.dispatch_group, ep, etp)
+        dispatcher = build_dispatcher(kind, EXPERTS, mesh.dispatch_group, ep, etp, T)
         num_local, first_rank = EXPERTS // ep, rank // (ep * etp) * ep * etp
         first_expert = (rank - first_rank) // etp * num_local
         group_ranks = list(range(first_rank, first_rank + ep * etp))
@@ -99,7 +99,7 @@ def _round_trips(kind: str) -> int:
     return trips
 
 
-@pytest.mark.parametrize("kind", ["alltoall", "allgather"])
+@pytest.mark.parametrize("kind", ["alltoall", "allgather", "nvlink"])
 def test_identity_round_trip(pool, kind) -> None:
     assert pool.run(8, _round_trips, kind) == [3 * len(DEGREES)] * 8
 
@@ -112,7 +112,7 @@ def test_identity_round_trip_on_one_rank(fill) -> None:
 def _bf16_sum(kind: str) -> float:
     """Eight partial sums of a token: one of 1 and seven of 2^-9, all of which bf16 addition would drop one by one."""
     mesh = FoldedMesh(Layout(dp_shard=8, ep=1, etp=8), "cpu")
-    dispatcher = build_dispatcher(kind, 1, mesh.dispatch_group, 1, 8)
+    dispatcher = build_dispatcher(kind, 1, mesh.dispatch_group, 1, 8, 1)
     experts_TK = torch.zeros(1, 1, dtype=torch.int64)
     routing = Routing(experts_TK, torch.ones(1, 1), PairOrder(*sort_pairs(experts_TK.flatten(), 1)))
     routed, handle = dispatcher.dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing)
@@ -120,7 +120,7 @@ def _bf16_sum(kind: str) -> float:
     return dispatcher.combine(rows_of(routed)[0] * part, handle).item()
 
 
-@pytest.mark.parametrize("kind", ["alltoall", "allgather"])
+@pytest.mark.parametrize("kind", ["alltoall", "allgather", "nvlink"])
 def test_partial_sums_are_added_in_fp32(pool, kind) -> None:
     expected = torch.tensor(1 + 7 * 2.0**-9).bfloat16().item()
     assert expected > 1 and pool.run(8, _bf16_sum, kind) == [expected] * 8

@@ -130,6 +130,7 @@ COMMAND_LINES = [
         ["expert_tensor_parallel_degree = 5", "moe_inter_dim = 768", "use 1"],
     ),
     (MOE, "--moe.dispatcher local --parallelism.expert_parallel_degree 2", 2, ['"local"', '"alltoall"']),
+    (MOE, "--moe.dispatcher nvlink", 2, ['"nvlink"', "expert_parallel_degree", '"auto"']),
     # The model against the layout.
     (MOE, "--parallelism.tensor_parallel_degree 16", 16, ["n_kv_heads = 8", "1, 2, 4, 8"]),
     (

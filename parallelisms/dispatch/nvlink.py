@@ -1,0 +1,92 @@
+"""Dispatch over NVLink without a host sync: each token goes once to every rank that holds one of its experts.
+
+Received tokens have fixed places, N = ranks * max_tokens of them, and R = N * min(K, local experts) is a capacity that
+nothing can exceed. A rank keeps its received tokens for backward, N D elements a layer whatever the load; a token takes one
+place here where an all-to-all sends a row for each of its K experts, so this is less than an all-to-all keeps as long as
+ranks <= K. What the transfers themselves need is allocated once and shared by all layers: (N + max_tokens) D elements a rank.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from kernels.dispatch import pull_rows, pull_tokens, push_sums
+from kernels.sort import sort_pairs
+from parallelisms.dispatch.symmetric import open_exchange
+from parallelisms.routing import RoutedTokens, Routing
+
+
+class _Place(NamedTuple):
+    """Where experts lie, as the ops of :mod:`kernels.dispatch` want to know it."""
+
+    exchange: str
+    first_expert: int
+    num_local: int
+    etp: int
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, place: _Place):
+        tokens_ND, weights_NK, key_NK, slot_N = pull_tokens(
+            x_TD, experts_TK, weights_TK, place.exchange, place.first_expert, place.num_local
+        )
+        ctx.place = place
+        ctx.save_for_backward(experts_TK, slot_N)
+        ctx.mark_non_differentiable(key_NK)
+        return tokens_ND, weights_NK, key_NK
+
+    @staticmethod
+    def backward(ctx, grad_tokens_ND: Tensor, grad_weights_NK: Tensor, _):
+        experts_TK, slot_N = ctx.saved_tensors
+        grad_x_TD, grad_weights_TK = push_sums(
+            grad_tokens_ND, slot_N[:, None], grad_weights_NK, experts_TK, ctx.place.exchange, ctx.place.num_local, ctx.place.etp
+        )  # fmt: skip
+        return grad_x_TD, grad_weights_TK, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_RD: Tensor, row_NK: Tensor, experts_TK: Tensor, place: _Place):
+        ctx.place, ctx.num_rows = place, len(rows_RD)
+        ctx.save_for_backward(row_NK)
+        y_TD, _ = push_sums(rows_RD, row_NK, None, experts_TK, place.exchange, place.num_local, place.etp)
+        return y_TD
+
+    @staticmethod
+    def backward(ctx, grad_TD: Tensor):
+        (row_NK,) = ctx.saved_tensors
+        return pull_rows(grad_TD, row_NK, ctx.num_rows, ctx.place.exchange), None, None, None
+
+
+class NvlinkHandle(NamedTuple):
+    routed: RoutedTokens
+    experts_TK: Tensor
+
+
+class NvlinkDispatcher:
+    """Ranks of one NVLink domain, or of one host on the CPU; see :mod:`kernels.dispatch` and :mod:`kernels.peers`.
+
+    Args:
+        max_tokens: the most tokens that a rank brings; ranks may differ.
+        programs: programs, at most so many multiprocessors, of a transfer.
+    """
+
+    def __init__(self, num_experts: int, group: ProcessGroup, ep: int, etp: int, max_tokens: int, programs: int):
+        num_local = num_experts // ep
+        exchange = open_exchange(group, max_tokens, programs)
+        self.place = _Place(exchange, group.rank() // etp * num_local, num_local, etp)
+        self.slots = group.size() * max_tokens
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, NvlinkHandle]:
+        experts_TK, num_local = routing.topk_experts_TK, self.place.num_local
+        tokens_ND, weights_NK, key_NK = _Dispatch.apply(x_TD, routing.topk_weights_TK, experts_TK, self.place)
+        pair_P, row_P, _, offsets_e = sort_pairs(key_NK.flatten(), num_local)
+        pair_R = pair_P[: self.slots * min(experts_TK.shape[1], num_local)]
+        routed = RoutedTokens(tokens_ND, weights_NK.flatten(), pair_R, row_P.view_as(key_NK), offsets_e)
+        return routed, NvlinkHandle(routed, experts_TK)
+
+    def combine(self, rows_RD: Tensor, handle: NvlinkHandle) -> Tensor:
+        return _Combine.apply(rows_RD, handle.routed.row_NK, handle.experts_TK, self.place)
