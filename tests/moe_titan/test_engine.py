@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from layout_runs import CLIPPED, assert_same_run, biases, errors_of_run, full_gradients, full_parameters, relative_error, train
+from layout_runs import (
+    CLIPPED,
+    assert_same_run,
+    biases,
+    errors_of_run,
+    full,
+    full_gradients,
+    full_parameters,
+    relative_error,
+    train,
+)
 from reference import train_reference
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 
@@ -119,6 +129,32 @@ def test_split_weights_train_as_those_of_fsdp(pool) -> None:
     for name, value in sharded["params"].items():
         moved = value - sharded["initial"][name]
         assert relative_error(split["params"][name] - split["initial"][name], moved) < 0.3, name
+
+
+def _accumulated(layout: Layout, micro_batches: int) -> tuple[set[str], dict[str, np.ndarray]]:
+    """Dtypes of the gradients that the optimizer sees, experts' and whole ones, and the experts' gradients."""
+    engine = tiny.build(tiny.qwen3(), layout, param_dtype=torch.bfloat16)
+    seen: tuple[set[str], dict[str, np.ndarray]] = set(), {}
+
+    def look(lr: float, max_norm: float) -> torch.Tensor:
+        experts = {name: p.grad for name, p in engine.optimizer.parameters.items() if ".experts.w" in name}
+        seen[0].update(str(grad.dtype) for grad in experts.values())
+        seen[1].update({name: full(grad) for name, grad in experts.items()})
+        return torch.ones(())
+
+    engine.optimizer.step = look
+    batches = tiny.share(tiny.global_batch(0, 4), engine.mesh.data_rank, layout.dp, micro_batches)
+    assert len(batches) == micro_batches
+    engine.step(batches, lr=1e-3)
+    return seen
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=2, ep=2)], ids=str)
+def test_gradients_of_several_micro_batches_add_up_in_fp32(pool, layout) -> None:
+    (one, whole), (two, sums) = (pool.run(layout.world, _accumulated, layout, count)[0] for count in (1, 2))
+    assert one == {"torch.bfloat16"} and two == {"torch.float32"}
+    for name, grad in whole.items():
+        assert 0 < relative_error(sums[name], grad) < 1e-2, name  # bf16 rounds each micro-batch's, and not their sum
 
 
 def _train_and_evaluate(evaluate: bool) -> dict:
