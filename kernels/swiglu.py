@@ -50,16 +50,14 @@ def weighted_swiglu_backward_reference(
 @triton.jit
 def _forward_kernel(gate_up_ptr, weight_ptr, pair_ptr, num_rows_ptr, act_ptr, F, BLOCK_F: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    present = row < tl.load(num_rows_ptr)
-    pair = tl.load(pair_ptr + row, mask=present, other=0).to(tl.int64)
-    weight = tl.load(weight_ptr + pair, mask=present, other=0.0)
-    for start in range(0, F, BLOCK_F):
-        f = start + tl.arange(0, BLOCK_F)
-        mask = (f < F) & present
-        gate = tl.load(gate_up_ptr + row * 2 * F + f, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_up_ptr + row * 2 * F + F + f, mask=mask, other=0.0).to(tl.float32)
-        act = gate * tl.sigmoid(gate) * up * weight
-        tl.store(act_ptr + row * F + f, act.to(act_ptr.dtype.element_ty), mask=f < F)
+    if row < tl.load(num_rows_ptr):
+        weight = tl.load(weight_ptr + tl.load(pair_ptr + row))
+        for start in range(0, F, BLOCK_F):
+            f = start + tl.arange(0, BLOCK_F)
+            gate = tl.load(gate_up_ptr + row * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
+            up = tl.load(gate_up_ptr + row * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+            act = gate * tl.sigmoid(gate) * up * weight
+            tl.store(act_ptr + row * F + f, act.to(act_ptr.dtype.element_ty), mask=f < F)
 
 
 @triton.jit
@@ -76,25 +74,24 @@ def _backward_kernel(
     BLOCK_F: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    present = row < tl.load(num_rows_ptr)
-    pair = tl.load(pair_ptr + row, mask=present, other=0).to(tl.int64)
-    weight = tl.load(weight_ptr + pair, mask=present, other=0.0)
-    grad_weight = tl.zeros([BLOCK_F], dtype=tl.float32)
-    for start in range(0, F, BLOCK_F):
-        f = start + tl.arange(0, BLOCK_F)
-        mask = (f < F) & present
-        gate = tl.load(gate_up_ptr + row * 2 * F + f, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_up_ptr + row * 2 * F + F + f, mask=mask, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + row * F + f, mask=mask, other=0.0).to(tl.float32)
-        sig = tl.sigmoid(gate)
-        silu = gate * sig
-        grad_weight += grad * silu * up
-        grad_gate = grad * weight * up * (sig + silu * (1 - sig))
-        dtype = act_ptr.dtype.element_ty
-        tl.store(grad_gate_up_ptr + row * 2 * F + f, grad_gate.to(dtype), mask=f < F)
-        tl.store(grad_gate_up_ptr + row * 2 * F + F + f, (grad * weight * silu).to(dtype), mask=f < F)
-        tl.store(act_ptr + row * F + f, (silu * up * weight).to(dtype), mask=f < F)
-    tl.store(grad_weight_ptr + pair, tl.sum(grad_weight), mask=present)
+    if row < tl.load(num_rows_ptr):
+        pair = tl.load(pair_ptr + row)
+        weight = tl.load(weight_ptr + pair)
+        grad_weight = tl.zeros([BLOCK_F], dtype=tl.float32)
+        for start in range(0, F, BLOCK_F):
+            f = start + tl.arange(0, BLOCK_F)
+            gate = tl.load(gate_up_ptr + row * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
+            up = tl.load(gate_up_ptr + row * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+            grad = tl.load(grad_ptr + row * F + f, mask=f < F, other=0.0).to(tl.float32)
+            sig = tl.sigmoid(gate)
+            silu = gate * sig
+            grad_weight += grad * silu * up
+            grad_gate = grad * weight * up * (sig + silu * (1 - sig))
+            dtype = act_ptr.dtype.element_ty
+            tl.store(grad_gate_up_ptr + row * 2 * F + f, grad_gate.to(dtype), mask=f < F)
+            tl.store(grad_gate_up_ptr + row * 2 * F + F + f, (grad * weight * silu).to(dtype), mask=f < F)
+            tl.store(act_ptr + row * F + f, (silu * up * weight).to(dtype), mask=f < F)
+        tl.store(grad_weight_ptr + pair, tl.sum(grad_weight))
 
 
 def _block(F: int, most: int) -> int:
@@ -126,7 +123,7 @@ def _launch_backward(
 
 @torch.library.custom_op("moe_titan::weighted_swiglu", mutates_args=())
 def weighted_swiglu(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> Tensor:
-    """``weights[pair] * silu(gate) * up``; rows from ``num_rows`` on are zero whatever the input holds there.
+    """``weights[pair] * silu(gate) * up``.
 
     Args:
         gate_up_R2F: [R, 2, F] contiguous; gate then up.
@@ -134,7 +131,7 @@ def weighted_swiglu(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_
         pair_R: [R] integers in [0, P), each at most once, as far as rows hold data.
         num_rows: one-element integer tensor on the device: the rows that hold data.
     Returns:
-        [R, F] in the dtype of ``gate_up_R2F``; computed in fp32.
+        [R, F] in the dtype of ``gate_up_R2F``; computed in fp32; rows from ``num_rows`` on are unspecified.
     """
     if not gate_up_R2F.is_cuda or gate_up_R2F.dtype == torch.float64:
         return weighted_swiglu_reference(gate_up_R2F, weights_P, pair_R, num_rows)
@@ -155,7 +152,7 @@ def weighted_swiglu_backward(
 
     Returns:
         grad_gate_up [R, 2, F], grad_weights [P] (fp32, zero for pairs without a row), activation [R, F]; rows from
-        ``num_rows`` on are zero.
+        ``num_rows`` on are unspecified.
     """
     if not gate_up_R2F.is_cuda or gate_up_R2F.dtype == torch.float64:
         return weighted_swiglu_backward_reference(grad_RF, gate_up_R2F, weights_P, pair_R, num_rows)

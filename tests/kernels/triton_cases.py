@@ -93,14 +93,14 @@ def swiglu_cases():
             for tensor in (gate_up_R2F, grad_RF):
                 tensor[num_rows:] = torch.nan
             case = f"{name} {R}x{F}, {num_rows} rows"
-            expected = swiglu.weighted_swiglu_reference(gate_up_R2F, weights_P, pair_R, count)
-            yield f"weighted_swiglu {case}", error(swiglu._launch_forward(gate_up_R2F, weights_P, pair_R, count), expected)
+            expected = swiglu.weighted_swiglu_reference(gate_up_R2F, weights_P, pair_R, count)[:num_rows]
+            actual = swiglu._launch_forward(gate_up_R2F, weights_P, pair_R, count)[:num_rows]
+            yield f"weighted_swiglu {case}", error(actual, expected)
             inputs = (grad_RF, gate_up_R2F, weights_P, pair_R, count)
-            outputs = ("gate_up", "weights", "act")
-            for output, actual, wanted in zip(
-                outputs, swiglu._launch_backward(*inputs), swiglu.weighted_swiglu_backward_reference(*inputs), strict=True
-            ):
-                yield f"weighted_swiglu_backward {output} {case}", error(actual, wanted)
+            outputs = {"gate_up": num_rows, "weights": 2 * R, "act": num_rows}
+            backward = swiglu._launch_backward(*inputs), swiglu.weighted_swiglu_backward_reference(*inputs)
+            for (output, rows), actual, wanted in zip(outputs.items(), *backward, strict=True):
+                yield f"weighted_swiglu_backward {output} {case}", error(actual[:rows], wanted[:rows])
 
 
 def grouped_mm_cases():
