@@ -1,7 +1,9 @@
 """One optimizer step of a parallelised model: all of the mathematics of training, and nothing of its bookkeeping."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,10 +17,14 @@ from moe_titan.layers.load_balancer import LoadBalancer
 from moe_titan.layers.moe import MoE
 from moe_titan.models import attention_masks, build_model
 from moe_titan.optimizer import NonFiniteGradient, ShardedAdamW
+from parallelisms.dispatch.capacity import RowCapacity
 from parallelisms.folded_mesh import FoldedMesh
 from parallelisms.parallelize import ParallelOptions, parallelize
 from parallelisms.routing import RoutingTape
 from parallelisms.tensor_parallel import sequence_share
+
+logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,8 @@ class Engine:
             if ".router." not in name:
                 parameter.data = parameter.data.to(options.master_dtype)
         self._set_balance_losses()
-        self.plan = parallelize(self.model, mesh, parallel)
+        self.capacity = RowCapacity(parallel.capacity_factor, device)
+        self.plan = parallelize(self.model, mesh, parallel, self.capacity)
         initialize(self.model, programs, options.seed, device)
         self.optimizer = ShardedAdamW(
             self.model,
@@ -98,14 +105,7 @@ class Engine:
         self.model.train()
         self.optimizer.expect(len(micro_batches))
         denominator = self.count_trained(micro_batches).clamp(min=1)
-        loss = torch.zeros((), device=self.device, dtype=torch.float32)
-        balance: list[Tensor] = []
-        for batch in micro_batches:
-            batch_loss, tape = self._forward_backward(batch, denominator)
-            loss += batch_loss
-            self.balancer.add(tape)
-            if (balance_loss := tape.balance_loss()) is not None:
-                balance.append(balance_loss)
+        loss, balance = self._with_room_for_all(lambda: self._train_on(micro_batches, denominator))
         if self.mesh.data_group is not None:
             dist.all_reduce(loss, group=self.mesh.data_group)
         try:
@@ -120,11 +120,7 @@ class Engine:
         """Loss per trained token of the global batch; leaves no trace in model, optimizer or balancer."""
         self.model.eval()
         denominator = self.count_trained(micro_batches).clamp(min=1)
-        loss = torch.zeros((), device=self.device, dtype=torch.float32)
-        for batch in micro_batches:
-            batch = self._on_device(batch)
-            with RoutingTape(self._valid(batch), denominator).recording():
-                loss += self._loss_sum(batch) / denominator
+        loss = self._with_room_for_all(lambda: self._evaluate_on(micro_batches, denominator))
         if self.mesh.data_group is not None:
             dist.all_reduce(loss, group=self.mesh.data_group)
         return loss.item()
@@ -136,6 +132,38 @@ class Engine:
         if self.mesh.data_group is not None:
             dist.all_reduce(total, group=self.mesh.data_group)
         return total
+
+    def _with_room_for_all(self, run: Callable[[], _Result]) -> _Result:
+        """What ``run`` returns, once no layer has left out rows."""
+        result = run()
+        if self.capacity.exceeded():
+            logger.warning("an expert rank got more rows than moe.capacity_factor allows; the step is repeated with room for all")
+            with self.capacity.lifted():
+                result = run()
+        return result
+
+    def _train_on(self, micro_batches: Sequence[MicroBatch], denominator: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Gradients and counts of these micro-batches and of no others. Returns the loss, and the balance loss of each batch."""
+        self.balancer.forget()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        loss = torch.zeros((), device=self.device, dtype=torch.float32)
+        balance: list[Tensor] = []
+        for batch in micro_batches:
+            batch_loss, tape = self._forward_backward(batch, denominator)
+            loss += batch_loss
+            self.balancer.add(tape)
+            if (balance_loss := tape.balance_loss()) is not None:
+                balance.append(balance_loss)
+        return loss, balance
+
+    def _evaluate_on(self, micro_batches: Sequence[MicroBatch], denominator: Tensor) -> Tensor:
+        loss = torch.zeros((), device=self.device, dtype=torch.float32)
+        for batch in micro_batches:
+            batch = self._on_device(batch)
+            with RoutingTape(self._valid(batch), denominator).recording():
+                loss += self._loss_sum(batch) / denominator
+        return loss
 
     def _forward_backward(self, batch: MicroBatch, denominator: Tensor) -> tuple[Tensor, RoutingTape]:
         batch = self._on_device(batch)

@@ -1,16 +1,26 @@
 """Places the experts' parameters on the ep and etp ranks and gives each MoE layer its dispatcher."""
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from parallelisms.dispatch import build_dispatcher
+from parallelisms.dispatch.capacity import RowCapacity
 from parallelisms.folded_mesh import FoldedMesh
 
 SHARD_DIMS = {"w13": {"ep": 0, "etp": 2}, "w2": {"ep": 0, "etp": 2}}
 """ep cuts by expert; etp cuts the expert width, which is dimension 2 of w13 [E, 2, F, D] and of w2 [E, D, F]."""
 
 
-def apply_expert_parallel(model: nn.Module, mesh: FoldedMesh, dispatcher: str, max_tokens: int, programs: int) -> None:
+def apply_expert_parallel(
+    model: nn.Module,
+    mesh: FoldedMesh,
+    dispatcher: str,
+    max_tokens: int,
+    programs: int,
+    dtype: torch.dtype,
+    capacity: RowCapacity,
+) -> None:
     """Cuts w13 and w2 of every MoE layer over ep and etp, in place, and sets its dispatcher of the given kind."""
     layout, model_mesh = mesh.layout, mesh.expert_model
     for block in model.layers.values():
@@ -23,5 +33,5 @@ def apply_expert_parallel(model: nn.Module, mesh: FoldedMesh, dispatcher: str, m
                 parameter = distribute_tensor(getattr(experts, name), model_mesh, placements)
                 setattr(experts, name, nn.Parameter(parameter))
         block.moe.dispatcher = build_dispatcher(
-            dispatcher, experts.num_experts, mesh.dispatch_group, layout.ep, layout.etp, max_tokens, programs
+            dispatcher, experts.num_experts, mesh.dispatch_group, layout.ep, layout.etp, max_tokens, programs, dtype, capacity
         )

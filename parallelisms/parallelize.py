@@ -8,6 +8,7 @@ from torch import nn
 
 from parallelisms.activation_checkpoint import checkpoint_blocks, checkpoint_selectively
 from parallelisms.compile import apply_compile
+from parallelisms.dispatch.capacity import RowCapacity
 from parallelisms.expert_parallel import apply_expert_parallel
 from parallelisms.folded_mesh import FoldedMesh
 from parallelisms.fsdp import apply_fsdp
@@ -20,7 +21,8 @@ class ParallelOptions:
     """How the layout is carried out; none of these changes a result beyond rounding.
 
     ``dispatch_tokens``: the most tokens that a rank has in a micro-batch; ``dispatch_sms``: see
-    :func:`parallelisms.dispatch.build_dispatcher` for both.
+    :func:`parallelisms.dispatch.build_dispatcher` for both; ``capacity_factor``: see
+    :class:`parallelisms.dispatch.capacity.RowCapacity`.
     ``recompute_option``: for selective recomputation "op", or k as a string for every k-th block in full.
     ``compile_backend``: None compiles nothing.
     """
@@ -28,6 +30,7 @@ class ParallelOptions:
     dispatcher: str = "auto"
     dispatch_tokens: int = 0
     dispatch_sms: int = 64
+    capacity_factor: float | None = None
     param_dtype: torch.dtype = torch.bfloat16
     reshard_after_forward: bool = True
     recompute: Literal["none", "selective", "full"] = "none"
@@ -35,15 +38,19 @@ class ParallelOptions:
     compile_backend: str | None = None
 
 
-def parallelize(model: nn.Module, mesh: FoldedMesh, options: ParallelOptions) -> ShardingPlan:
+def parallelize(model: nn.Module, mesh: FoldedMesh, options: ParallelOptions, capacity: RowCapacity) -> ShardingPlan:
     """Parallelises a model that lies on the meta device, in place, and returns where everything lies.
+
+    ``capacity`` bounds the rows of the experts; the caller asks it after each step.
 
     Tensor and expert parallelism place parameters; selective recomputation goes inside compiled regions and recomputation of
     whole blocks around them, since a compiled block is several graphs; FSDP2 comes last and shards what the others placed.
     """
     if mesh.layout.tp > 1:
         apply_tensor_parallel(model, mesh.dim("tp"))
-    apply_expert_parallel(model, mesh, options.dispatcher, options.dispatch_tokens, options.dispatch_sms)
+    apply_expert_parallel(
+        model, mesh, options.dispatcher, options.dispatch_tokens, options.dispatch_sms, options.param_dtype, capacity
+    )
     plan = ShardingPlan(model, mesh)
     selective = options.recompute == "selective"
     if selective and options.recompute_option == "op":

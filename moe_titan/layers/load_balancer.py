@@ -30,6 +30,10 @@ class LoadBalancer:
             counts_E = routing.tokens_per_expert_E
             self._counts[layer] = self._counts[layer] + counts_E if layer in self._counts else counts_E
 
+    def forget(self) -> None:
+        """Drops the counts collected since the last step."""
+        self._counts.clear()
+
     @torch.no_grad()
     def step(self) -> dict[str, Tensor]:
         """Applies the collected counts and forgets them. Returns tokens per expert of the global batch, int64, by layer."""
@@ -46,5 +50,5 @@ class LoadBalancer:
                 load = load_E.double()
                 direction_E = torch.sign(load.mean() - load).float()
                 moe.expert_bias += moe.load_balance_coeff * (direction_E - direction_E.mean())
-        self._counts.clear()
+        self.forget()
         return loads

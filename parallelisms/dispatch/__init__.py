@@ -1,10 +1,15 @@
 """Expert dispatchers: tokens to the ranks of their experts and back, behind one interface."""
 
+import torch
 from torch.distributed import ProcessGroup
 
 from parallelisms.dispatch.allgather import AllGatherDispatcher
 from parallelisms.dispatch.alltoall import AllToAllDispatcher
 from parallelisms.dispatch.base import Dispatcher
+from parallelisms.dispatch.capacity import RowCapacity
+from parallelisms.dispatch.choice import choose_dispatcher
+from parallelisms.dispatch.deepep import DeepEPDispatcher
+from parallelisms.dispatch.hybridep import HybridEPDispatcher
 from parallelisms.dispatch.local import LocalDispatcher
 from parallelisms.dispatch.nvlink import NvlinkDispatcher
 
@@ -12,20 +17,36 @@ __all__ = ["Dispatcher", "build_dispatcher"]
 
 
 def build_dispatcher(
-    kind: str, num_experts: int, group: ProcessGroup | None, ep: int, etp: int, max_tokens: int = 0, programs: int = 64
+    kind: str,
+    num_experts: int,
+    group: ProcessGroup | None,
+    ep: int,
+    etp: int,
+    max_tokens: int = 0,
+    programs: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    capacity: RowCapacity | None = None,
 ) -> Dispatcher:
     """The dispatcher of one MoE layer.
 
     Args:
-        kind: "auto", "local", "allgather", "alltoall" or "nvlink"; "auto" is local for a group of one, else alltoall.
+        kind: "auto" (see :func:`choose_dispatcher`), "local", "allgather", "alltoall", "nvlink", or "deepep" and "hybridep",
+            whose packages must be installed.
         group: the ep x etp ranks, etp varying fastest; None when ep * etp is 1.
-        max_tokens: the most tokens that a rank brings to a layer; of interest to nvlink, whose buffers are made for it.
-        programs: of interest to nvlink, too; see :class:`parallelisms.dispatch.nvlink.NvlinkDispatcher`.
+        max_tokens: the most tokens that a rank brings to a layer, for those that make buffers for so many: nvlink and hybridep.
+        programs: multiprocessors that a transfer of nvlink, deepep or hybridep takes at most.
+        dtype: of the tokens, by which auto chooses.
+        capacity: a bound on the rows of nvlink's experts.
     """
     if kind == "auto":
-        kind = "local" if ep * etp == 1 else "alltoall"
-    if kind == "local":
-        return LocalDispatcher()
-    if kind == "nvlink":
-        return NvlinkDispatcher(num_experts, group, ep, etp, max_tokens, programs)
+        kind = choose_dispatcher(group, dtype)
+    match kind:
+        case "local":
+            return LocalDispatcher()
+        case "nvlink":
+            return NvlinkDispatcher(num_experts, group, ep, etp, max_tokens, programs, capacity)
+        case "deepep":
+            return DeepEPDispatcher(num_experts, group, programs)
+        case "hybridep":
+            return HybridEPDispatcher(num_experts, group, max_tokens, programs)
     return {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}[kind](num_experts, group, ep, etp)

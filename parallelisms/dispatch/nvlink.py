@@ -1,9 +1,8 @@
 """Dispatch over NVLink without a host sync: each token goes once to every rank that holds one of its experts.
 
-Received tokens have fixed places, N = ranks * max_tokens of them, and R = N * min(K, local experts) is a capacity that
-nothing can exceed. A rank keeps its received tokens for backward, N D elements a layer whatever the load; a token takes one
-place here where an all-to-all sends a row for each of its K experts, so this is less than an all-to-all keeps as long as
-ranks <= K. What the transfers themselves need is allocated once and shared by all layers: (N + max_tokens) D elements a rank.
+Received tokens have fixed places, N = ranks * max_tokens of them, and R = N * min(K, local experts) is a capacity that nothing
+can exceed; :mod:`parallelisms.dispatch.capacity` has smaller ones. A rank keeps its received tokens for backward, N D elements a
+layer whatever the load. What the transfers themselves need is allocated once for all layers: (N + max_tokens) D elements a rank.
 """
 
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from kernels.dispatch import pull_rows, pull_tokens, push_sums
 from kernels.sort import sort_pairs
+from parallelisms.dispatch.capacity import RowCapacity
 from parallelisms.dispatch.symmetric import open_exchange
 from parallelisms.routing import RoutedTokens, Routing
 
@@ -72,20 +72,33 @@ class NvlinkDispatcher:
     Args:
         max_tokens: the most tokens that a rank brings; ranks may differ.
         programs: programs, at most so many multiprocessors, of a transfer.
+        capacity: a bound on the experts' rows; None gives room for all that can arrive.
     """
 
-    def __init__(self, num_experts: int, group: ProcessGroup, ep: int, etp: int, max_tokens: int, programs: int):
+    def __init__(
+        self,
+        num_experts: int,
+        group: ProcessGroup,
+        ep: int,
+        etp: int,
+        max_tokens: int,
+        programs: int,
+        capacity: RowCapacity | None = None,
+    ):
         num_local = num_experts // ep
         exchange = open_exchange(group, max_tokens, programs)
         self.place = _Place(exchange, group.rank() // etp * num_local, num_local, etp)
-        self.slots = group.size() * max_tokens
+        self.slots, self.ep, self.capacity = group.size() * max_tokens, ep, capacity
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, NvlinkHandle]:
         experts_TK, num_local = routing.topk_experts_TK, self.place.num_local
+        K = experts_TK.shape[1]
         tokens_ND, weights_NK, key_NK = _Dispatch.apply(x_TD, routing.topk_weights_TK, experts_TK, self.place)
         pair_P, row_P, _, offsets_e = sort_pairs(key_NK.flatten(), num_local)
-        pair_R = pair_P[: self.slots * min(experts_TK.shape[1], num_local)]
-        routed = RoutedTokens(tokens_ND, weights_NK.flatten(), pair_R, row_P.view_as(key_NK), offsets_e)
+        rows = most = self.slots * min(K, num_local)
+        if self.capacity is not None and (rows := self.capacity.rows(self.slots * K // self.ep, most)) < most:
+            row_P, offsets_e = self.capacity.cut(row_P, offsets_e, rows)
+        routed = RoutedTokens(tokens_ND, weights_NK.flatten(), pair_P[:rows], row_P.view_as(key_NK), offsets_e)
         return routed, NvlinkHandle(routed, experts_TK)
 
     def combine(self, rows_RD: Tensor, handle: NvlinkHandle) -> Tensor:

@@ -126,6 +126,28 @@ def test_partial_sums_are_added_in_fp32(pool, kind) -> None:
     assert expected > 1 and pool.run(8, _bf16_sum, kind) == [expected] * 8
 
 
+def _tokens_received(kind: str, ep: int, etp: int) -> tuple[int, int]:
+    """Ranks bring different numbers of tokens, the first one none: how many arrived, and how many have an expert here."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = FoldedMesh(Layout(dp_shard=world, ep=ep, etp=etp), "cpu")
+    dispatcher = build_dispatcher(kind, EXPERTS, mesh.dispatch_group, ep, etp)
+    everybodys = [make_routing(source, PADDED).topk_experts_TK[:source] for source in range(world)]
+    experts_TK = everybodys[rank]
+    order = PairOrder(*sort_pairs(experts_TK.flatten(), EXPERTS))
+    routed, handle = dispatcher.dispatch(token_names(rank)[:rank], Routing(experts_TK, torch.ones(experts_TK.shape), order))
+    y_TD = dispatcher.combine(rows_of(routed)[0], handle)
+    valid_T1 = (experts_TK[:, :1] < EXPERTS).double()
+    torch.testing.assert_close(y_TD, token_names(rank)[:rank] * valid_T1 * K * etp, rtol=1e-14, atol=0)
+    here = sum(int((chosen_TK // (EXPERTS // ep) == rank // etp).any(1).sum()) for chosen_TK in everybodys)
+    return len(routed.tokens_ND), here
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(4, 1), (2, 2), (1, 4)])
+def test_a_token_travels_once_to_each_rank(pool, ep, etp) -> None:
+    for received, here in pool.run(4, _tokens_received, "alltoall", ep, etp):
+        assert received == here > 0
+
+
 def test_auto_is_local_for_a_group_of_one() -> None:
     assert isinstance(build_dispatcher("auto", EXPERTS, None, 1, 1), LocalDispatcher)
 

@@ -1,0 +1,252 @@
+"""Dispatch and combine alone, beside a plain copy between the same GPUs and beside NCCL.
+
+torchrun --nproc-per-node 2 benchmarks/dispatch.py [--tokens 8192,32768] [--programs 16,32,64,132] [--out FOLDER]
+
+bf16 tokens, fp32 weights, natural routing from random scores, all ranks of the run as one expert group. Payload is what leaves a
+rank: each token once for every other rank with one of its experts. "transfers" are the kernels of kernels/dispatch.py in a CUDA
+graph; "whole" is the dispatcher eagerly, with sorting and local sums. Times are medians in us of the slowest rank, rates payload
+over time. The table comes last; everything is also written to OUT/dispatch.json.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a script, which need not be installed
+os.environ |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import environment
+from kernels.dispatch import pull_rows, pull_tokens, push_sums
+from kernels.sort import sort_pairs
+from parallelisms.dispatch import build_dispatcher
+from parallelisms.routing import PairOrder, Routing
+
+ROOT = Path(__file__).resolve().parents[1]
+MIB = 2**20
+PASSES = ("dispatch", "combine", "combine backward", "dispatch backward")
+
+
+@dataclass(frozen=True)
+class Case:
+    """T tokens a rank of width D, K of E experts each."""
+
+    T: int
+    D: int
+    E: int
+    K: int
+
+    def routing(self) -> Routing:
+        generator = torch.Generator("cuda").manual_seed(dist.get_rank())
+        scores_TE = torch.rand(self.T, self.E, device="cuda", generator=generator)
+        weights_TK, experts_TK = scores_TE.topk(self.K, dim=1)
+        order = PairOrder(*sort_pairs(experts_TK.flatten(), self.E))
+        return Routing(experts_TK, weights_TK.requires_grad_(), order)
+
+    def payload(self, experts_TK: Tensor) -> int:
+        """Bytes of tokens that leave this rank in a dispatch; as many come back in a combine."""
+        holder_TK = experts_TK // (self.E // dist.get_world_size())
+        others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        return sum(int((holder_TK == rank).any(1).sum()) for rank in others) * self.D * 2
+
+
+def slowest(value: float) -> float:
+    found = torch.tensor([value], device="cuda", dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
+def timed(run: Callable[[], object], calls: int, repeats: int = 7) -> float:
+    """us of one of the ``calls`` calls that ``run`` makes: median over the repeats of the slowest rank."""
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(slowest(start.elapsed_time(end) * 1e3 / calls))
+    return sorted(times)[repeats // 2]
+
+
+def eager(call: Callable[[], object], calls: int = 5) -> float:
+    for _ in range(3):
+        call()
+    return timed(lambda: [call() for _ in range(calls)], calls)
+
+
+def graphed(call: Callable[[], object], calls: int = 10) -> float:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    graph.replay()
+    return timed(graph.replay, calls)
+
+
+def peer_copy_rates(size: int = 256 * MIB) -> dict[str, float]:
+    """GB/s of copies to and from the next rank's memory, all ranks at once."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    shared = symmetric_memory.empty(size, dtype=torch.uint8, device="cuda")
+    handle = symmetric_memory.rendezvous(shared, dist.group.WORLD)
+    peer = handle.get_buffer((dist.get_rank() + 1) % dist.get_world_size(), (size,), torch.uint8)
+    own = torch.empty_like(shared)
+    rates = {}
+    for mib in (32, size // MIB):
+        there, here = peer[: mib * MIB], own[: mib * MIB]
+        rates[f"write {mib} MiB"] = mib * MIB / eager(partial(there.copy_, here)) / 1e3
+        rates[f"read {mib} MiB"] = mib * MIB / eager(partial(here.copy_, there)) / 1e3
+    return rates
+
+
+@torch.no_grad()
+def transfers(case: Case, programs: int) -> dict[str, float]:
+    """us of the four transfers of a layer, forward and backward, in CUDA graphs."""
+    world, routing = dist.get_world_size(), case.routing()
+    dispatcher = build_dispatcher("nvlink", case.E, dist.group.WORLD, world, 1, case.T, programs)
+    name, first, e, _ = dispatcher.place
+    experts_TK, weights_TK = routing.topk_experts_TK, routing.topk_weights_TK
+    x_TD = torch.randn(case.T, case.D, device="cuda", dtype=torch.bfloat16)
+    tokens_ND, weights_NK, key_NK, slot_N = pull_tokens(x_TD, experts_TK, weights_TK, name, first, e)
+    row_NK = sort_pairs(key_NK.flatten(), e)[1].view_as(key_NK)
+    R = world * case.T * min(case.K, e)
+    rows_RD = torch.randn(R, case.D, device="cuda", dtype=torch.bfloat16)
+    runs = (
+        partial(pull_tokens, x_TD, experts_TK, weights_TK, name, first, e),
+        partial(push_sums, rows_RD, row_NK, None, experts_TK, name, e, 1),
+        partial(pull_rows, x_TD, row_NK, R, name),
+        partial(push_sums, tokens_ND, slot_N[:, None], weights_NK, experts_TK, name, e, 1),
+    )
+    return dict(zip(PASSES, map(graphed, runs), strict=True))
+
+
+def whole(case: Case, kind: str, programs: int) -> dict[str, float]:
+    """us of a dispatcher's four passes, eagerly, its local parts included."""
+    routing = case.routing()
+    dispatcher = build_dispatcher(kind, case.E, dist.group.WORLD, dist.get_world_size(), 1, case.T, programs)
+    x_TD = torch.randn(case.T, case.D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    routed, handle = dispatcher.dispatch(x_TD, routing)
+    rows_RD = torch.randn(len(routed.pair_R), case.D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y_TD = dispatcher.combine(rows_RD, handle)
+    sent, received = (x_TD, routing.topk_weights_TK), (routed.tokens_ND, routed.weights_P)
+    grads = [torch.zeros_like(each) for each in received]
+    runs = (
+        partial(dispatcher.dispatch, x_TD, routing),
+        partial(dispatcher.combine, rows_RD, handle),
+        partial(torch.autograd.grad, y_TD, rows_RD, x_TD.detach(), retain_graph=True),
+        partial(torch.autograd.grad, received, sent, grads, retain_graph=True),
+    )
+    return dict(zip(PASSES, map(eager, runs), strict=True))
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    entries = []
+    for T in options.tokens:
+        case = Case(T, options.width, options.experts, options.choices)
+        payload = case.payload(case.routing().topk_experts_TK)
+        runs = {f"nvlink transfers, {programs} programs": partial(transfers, case, programs) for programs in options.programs}
+        runs |= {f"{kind} whole": partial(whole, case, kind, 64) for kind in ("nvlink", "alltoall")}
+        for name, run in runs.items():
+            entries.append({"tokens": T, "run": name, "payload": payload, "us": run()})
+            torch.cuda.empty_cache()
+    return entries
+
+
+def table(entries: list[dict[str, Any]], rates: dict[str, float]) -> str:
+    """A row per run: us, GB/s and the share of the best peer copy of each pass; then what NCCL takes over what nvlink takes."""
+    best = max(rates.values())
+    rows = [["tokens", "MB", "run", *(f"{name}: us" for name in PASSES), *["GB/s (of copy)"] * len(PASSES)]]
+    for entry in entries:
+        times = [entry["us"][name] for name in PASSES]
+        speeds = [entry["payload"] / us / 1e3 for us in times]
+        row = [str(entry["tokens"]), f"{entry['payload'] / 1e6:.0f}", entry["run"], *(f"{us:.0f}" for us in times)]
+        rows.append(row + [f"{speed:.0f} ({speed / best:.0%})" for speed in speeds])
+    order = [0, 1, 2, *(column for i in range(len(PASSES)) for column in (3 + i, 3 + len(PASSES) + i))]
+    rows = [[row[column] for column in order] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    copies = ", ".join(f"{name} {rate:.0f} GB/s" for name, rate in rates.items())
+    return "\n".join([f"peer copy: {copies}", "", *lines, "", *_ratios(entries)])
+
+
+def _ratios(entries: list[dict[str, Any]]) -> list[str]:
+    lines, wholes = [], {(entry["tokens"], entry["run"]): entry["us"] for entry in entries if entry["run"].endswith("whole")}
+    for tokens in dict.fromkeys(entry["tokens"] for entry in entries):
+        nccl, ours = wholes[tokens, "alltoall whole"], wholes[tokens, "nvlink whole"]
+        forward, all_four = (sum(map(nccl.get, names)) / sum(map(ours.get, names)) for names in (PASSES[:2], PASSES))
+        lines.append(f"{tokens} tokens: alltoall over nvlink {forward:.2f} x forward, {all_four:.2f} x with backward")
+    return lines
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be positive")
+    return numbers
+
+
+def parse_options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=_numbers, default=[8192, 32768], help="tokens of a rank, by commas")
+    parser.add_argument("--programs", type=_numbers, default=[16, 32, 64, 132], help="programs of a transfer, by commas")
+    parser.add_argument("--width", type=int, default=2048, help="elements of a token")
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--choices", type=int, default=8, help="experts of a token")
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs/benchmarks/dispatch", help="folder for the results")
+    parser.add_argument("--commit", default=environment.commit(), help="where the folder is no git checkout")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    options = parse_options(argv)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.cuda.device_count() < 2 or world < 2:
+        found = f"{torch.cuda.device_count()} GPUs and {world} processes"
+        cure = "run torchrun --nproc-per-node 2 benchmarks/dispatch.py on a machine with NVLink"
+        print(f"benchmarks/dispatch.py measures what happens between GPUs, and finds {found}: {cure}", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    rates, entries = peer_copy_rates(), measure(options)
+    if dist.get_rank() == 0:
+        report = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": shlex.join(["torchrun", "--nproc-per-node", str(world), "benchmarks/dispatch.py", *argv]),
+            "commit": options.commit,
+            "hardware": environment.hardware(),
+            "versions": environment.versions(),
+            "shape": {"width": options.width, "experts": options.experts, "choices": options.choices},
+            "peer_copy_gb_per_s": rates,
+            "results": entries,
+        }
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "dispatch.json").write_text(json.dumps(report, indent=1) + "\n")
+        print(f"{report['command']}\ncommit {options.commit}\n{', '.join(report['hardware'])}\n{report['versions']}\n")
+        print(table(entries, rates))
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

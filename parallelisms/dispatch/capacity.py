@@ -1,0 +1,57 @@
+"""A bound on the rows that nvlink's fixed shapes give to the experts, and the word that it was too small."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class RowCapacity:
+    """How many rows the experts of a rank have room for in each layer; one object for all layers.
+
+    Rows beyond that are left out, and noted on the device. Whoever runs the layers asks afterwards, throws the results away and
+    runs them again with the bound :meth:`lifted`.
+
+    Args:
+        factor: times the rows that a rank gets when loads are even; None for room for all that can arrive.
+        device: where the layers run.
+    """
+
+    def __init__(self, factor: float | None, device: torch.device):
+        self._factor = factor
+        self._exceeded = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def rows(self, even: int, most: int) -> int:
+        """Rows to make room for, when a rank gets ``even`` rows under even loads and ``most`` at most."""
+        return most if self._factor is None else min(ceil(self._factor * even), most)
+
+    def cut(self, row_P: Tensor, offsets_e: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Leaves out the rows for which there is no room.
+
+        Args:
+            row_P: integers, each pair's row, -1 for none.
+            offsets_e: where each expert's rows end.
+        """
+        self._exceeded |= offsets_e[-1:] > rows
+        return torch.where(row_P < rows, row_P, -1), offsets_e.clamp(max=rows)
+
+    def exceeded(self) -> bool:
+        """Whether a layer of any rank wanted more rows since the last time. Collective; a host sync where rows are bounded."""
+        if self._factor is None:
+            return False
+        dist.all_reduce(self._exceeded, dist.ReduceOp.MAX)
+        found = bool(self._exceeded.item())
+        self._exceeded.zero_()
+        return found
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Room for all rows."""
+        factor, self._factor = self._factor, None
+        try:
+            yield
+        finally:
+            self._factor = factor

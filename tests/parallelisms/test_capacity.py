@@ -1,0 +1,82 @@
+"""Bounded rows: what does not fit is noticed, and the step and the evaluation are repeated with room for all."""
+
+import pytest
+import tiny
+import torch
+from layout_runs import CLIPPED, assert_bitwise_replicas, assert_same_run, train
+
+from parallelisms.dispatch.capacity import RowCapacity
+from parallelisms.folded_mesh import Layout
+
+SAMPLES, STEPS = 12, 2
+FOLDED = Layout(dp_shard=2, tp=2, ep=2, etp=2)
+
+
+def _options(layout: Layout, factor: float | None) -> dict:
+    sequences = SAMPLES // layout.dp // 2  # two micro-batches
+    bounds = {"dispatch_tokens": sequences * tiny.SEQ // layout.tp, "dispatch_sms": 3, "capacity_factor": factor}
+    return bounds | {"dispatcher": "auto" if layout.ep == 1 else "nvlink"}
+
+
+def _train(layout: Layout, factor: float | None, recompute: str = "none") -> dict:
+    passes = []
+
+    def count(engine) -> None:
+        run = engine._train_on
+        engine._train_on = lambda *args: passes.append(args) or run(*args)
+
+    options = _options(layout, factor) | {"recompute": recompute}
+    batch = SAMPLES // layout.dp // 2
+    run = train(tiny.qwen3(), layout, CLIPPED, STEPS, SAMPLES, batch, tiny.padded_batch, tweak=count, **options)
+    return run | {"passes": len(passes)}
+
+
+@pytest.fixture(scope="module")
+def single_process(pool):
+    return pool.run(1, _train, Layout(), None)[0]
+
+
+# Of two expert ranks, neither can get more than twice its share.
+@pytest.mark.parametrize(
+    ("layout", "factor", "recompute", "repeated"),
+    [
+        (Layout(dp_shard=2, ep=2), 0.5, "none", True),
+        (Layout(dp_shard=2, ep=2), 1.8, "none", False),
+        (Layout(dp_shard=2, ep=2), 2.0, "none", False),
+        (FOLDED, 0.01, "full", True),
+    ],
+    ids=str,
+)
+def test_no_token_is_lost(pool, single_process, layout, factor, recompute, repeated) -> None:
+    ranks = pool.run(layout.world, _train, layout, factor, recompute)
+    assert [run["passes"] for run in ranks] == [STEPS * (1 + repeated)] * layout.world
+    assert_same_run(ranks[0], single_process)
+    assert_bitwise_replicas(ranks)
+
+
+def _evaluate(layout: Layout, factor: float | None) -> list[float]:
+    engine = tiny.build(tiny.qwen3(), layout, CLIPPED, **_options(layout, factor))
+    batches = tiny.share(tiny.global_batch(0, SAMPLES), engine.mesh.data_rank, layout.dp, 2)
+    return [engine.evaluate(batches), engine.step(batches, lr=1e-3).loss]
+
+
+def test_evaluation_loses_none_either(pool) -> None:
+    layout = Layout(dp_shard=2, ep=2)
+    bounded, unbounded = (pool.run(2, _evaluate, layout, factor)[0] for factor in (0.3, None))
+    assert bounded == unbounded
+
+
+def _one_rank_exceeds() -> list:
+    rank = torch.distributed.get_rank()
+    capacity = RowCapacity(1.5, torch.device("cpu"))
+    found = [capacity.rows(5, 100), capacity.rows(5, 6), capacity.exceeded()]
+    row_P, offsets_e = torch.tensor([7, -1, 8, 0]), torch.tensor([4, 8 + rank], dtype=torch.int32)
+    kept_P, ends_e = capacity.cut(row_P, offsets_e, 8)
+    assert kept_P.tolist() == [7, -1, -1, 0] and ends_e.tolist() == [4, 8] and ends_e.dtype == torch.int32
+    with capacity.lifted():
+        found.append(capacity.rows(5, 100))
+    return [*found, capacity.exceeded(), capacity.exceeded(), capacity.rows(5, 100)]
+
+
+def test_every_rank_learns_of_it_once(pool) -> None:
+    assert pool.run(2, _one_rank_exceeds) == [[8, 6, False, 100, True, False, 8]] * 2
