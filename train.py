@@ -8,13 +8,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from moe_titan.startup import check_kernels_package
 
-WRONG_INPUT = 2
+FAILED, WRONG_INPUT = 1, 2
 
 
 @record
 def main() -> int:
     check_kernels_package()
-    from moe_titan.checkpoint import CheckpointError
+    from moe_titan.checkpoint import CheckpointError, SaveError
     from moe_titan.config import ConfigError
     from moe_titan.inputs import read_inputs
     from moe_titan.trainer import Trainer
@@ -27,7 +27,11 @@ def main() -> int:
             time.sleep(5)
         print(error, file=sys.stderr)
         return WRONG_INPUT
-    trainer.train()
+    try:
+        trainer.train()
+    except SaveError as error:
+        print(error, file=sys.stderr)
+        return FAILED
     trainer.close()
     return 0
 

@@ -70,8 +70,12 @@ class Trainer:
 
         Raises:
             NonFiniteGradient: naming step, rank and parameter; the last checkpoint is as it was.
+            SaveError: a checkpoint could not be saved; the last one is as it was.
         """
         steps = self.config.training.steps
+        if self.checkpointer is not None and self.config.checkpoint.create_seed_checkpoint:
+            self.checkpointer.save(Progress(), self._next_lr(), last=True)
+            return
         if self.step >= steps:
             logger.warning("nothing is left to train: the run stands at step %d and training.steps = %d", self.step, steps)
         gc.collect()
@@ -98,7 +102,8 @@ class Trainer:
                     gc.collect(1)
                 if self.step == first:
                     _set_timeout(self.config.comm.train_timeout_seconds)
-                self._save_if_due()
+                if self._save_if_due():
+                    break
                 if profiler is not None:
                     profiler.step()
         logger.info("training ends at step %d after %d tokens", self.step, self.tokens)
@@ -117,13 +122,12 @@ class Trainer:
             error.add_note(f"in step {self.step + 1} on rank {dist.get_rank()}")
             raise
 
-    def _save_if_due(self) -> None:
-        settings, last = self.config.checkpoint, self.step == self.config.training.steps
-        if self.checkpointer is None or settings.load_only:
-            return
-        first = self.step == 1 and settings.enable_first_step_checkpoint
-        if last or first or self.step % settings.interval == 0:
-            self.checkpointer.save(Progress(self.step, self.tokens, self.schedule_step), self._next_lr(), last=last)
+    def _save_if_due(self) -> bool:
+        """Whether the run is to end, for which it has been saved."""
+        if self.checkpointer is None:
+            return False
+        progress, last = Progress(self.step, self.tokens, self.schedule_step), self.step == self.config.training.steps
+        return self.checkpointer.after_step(progress, self._next_lr(), last)
 
     def _next_lr(self) -> float:
         schedule = self.config.lr_scheduler
@@ -253,6 +257,7 @@ def _parallel_options(config: Config) -> ParallelOptions:
         dispatcher=config.moe.dispatcher,
         dispatch_tokens=config.training.local_batch_size * config.training.seq_len // config.parallelism.tensor_parallel_degree,
         dispatch_sms=config.moe.dispatch_sms,
+        capacity_factor=config.moe.capacity_factor,
         param_dtype=DTYPES[config.training.mixed_precision_param],
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward != "never",
         recompute=recompute.mode,

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from layout_runs import biases, full, full_parameters
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_titan.checkpoint import CheckpointError, Found
+from moe_titan.checkpoint import CheckpointError, Found, SaveError
 from moe_titan.engine import StepResult
 from moe_titan.inputs import read_inputs
 from moe_titan.optimizer import NonFiniteGradient
@@ -179,7 +178,7 @@ def crash_while_saving(arguments: list[str]) -> str:
     trainer = Trainer(read_inputs(arguments, int(os.environ["WORLD_SIZE"])))
     try:
         trainer.train()
-    except (KeyboardInterrupt, CheckpointException):
+    except SaveError:
         return "crashed"
     return "finished"
 

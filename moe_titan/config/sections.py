@@ -138,11 +138,14 @@ class Parallelism:
 
 @dataclass
 class Moe:
-    dispatcher: Literal["auto", "local", "allgather", "alltoall", "nvlink"] = key(
+    dispatcher: Literal["auto", "local", "allgather", "alltoall", "nvlink", "deepep", "hybridep"] = key(
         "auto",
         "How tokens reach their experts; local is for experts that are not spread over ranks, nvlink for ranks of one host",
     )
-    dispatch_sms: int = key(64, "Multiprocessors that nvlink's transfers take at most", at_least(1))
+    dispatch_sms: int = key(64, "Multiprocessors that transfers of nvlink, deepep and hybridep take at most", at_least(1))
+    capacity_factor: float | None = key(
+        None, "Rows that nvlink's experts have room for, over those of even loads; none for all that can arrive", POSITIVE
+    )
     sequence_balance_loss_coeff: float = key(0.0, "Weight of the balance loss over each sequence", at_least(0))
     batch_balance_loss_coeff: float = key(0.0, "Weight of the balance loss over the batch", at_least(0))
 
@@ -152,16 +155,23 @@ class Checkpoint:
     enable: bool = key(False, "Save checkpoints, and resume from the newest one")
     folder: str = key("checkpoint", "Folder of the checkpoints, inside job.dump_folder", NOT_EMPTY)
     interval: int = key(500, "Steps from one checkpoint to the next", at_least(1))
+    interval_minutes: float = key(0.0, "Minutes from one checkpoint to the next, if sooner; 0: steps alone count", at_least(0))
     initial_load_path: str | None = key(None, "Checkpoint to start from while checkpoint.folder is empty")
     initial_load_model_only: bool = key(True, "Take only the model from initial_load_path")
     last_save_model_only: bool = key(True, "Save only the model at the end of training")
     export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Type of a model-only save")
-    async_mode: Literal["disabled"] = key("disabled", "Saving while training goes on; only disabled is supported")
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key(
+        "disabled",
+        "Save while training goes on, from a copy in host memory; with pinned memory faster, and it is kept from save to save",
+    )
     keep_latest_k: int = key(
         10,
         "Checkpoints to keep, at least 2; 0 keeps all",
         Rule("0 (keep all) or >= 2 (the newest may be incomplete)", lambda k: k == 0 or k >= 2),
     )
+    keep_every: int = key(0, "Keep besides all checkpoints of steps divisible by this; 0: none", at_least(0))
+    checksums: bool = key(True, "Record a checksum of every file, and compare it before loading")
+    dialect: Literal["0.2.2", "0.3.0"] = key("0.2.2", "torchtitan release whose keys are written; either is read")
     load_step: int = key(-1, "Step to resume from; -1 means the newest", at_least(-1))
     exclude_from_loading: list[str] = key(
         [],
@@ -169,6 +179,7 @@ class Checkpoint:
         subset_of("optimizer", "lr_scheduler", "dataloader", "train_state"),
     )
     enable_first_step_checkpoint: bool = key(False, "Save a checkpoint after the first step too")
+    create_seed_checkpoint: bool = key(False, "Save the initial model as step 0 and end")
     load_only: bool = key(False, "Load checkpoints but save none")
 
 

@@ -20,7 +20,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "checkpoint.initial_load_in_hf": (False, "only DCP checkpoints are read"),
     "checkpoint.initial_load_in_hf_quantized": (False, "only DCP checkpoints are read"),
     "checkpoint.last_save_in_hf": (False, "checkpoints are written as DCP"),
-    "checkpoint.create_seed_checkpoint": (False, "initial weights are the same for every layout; set debug.seed"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (
         ["moe.router.gate"],
         "routing is never recomputed; leave it out",

@@ -1,6 +1,7 @@
 """Conditions between keys: the layout against the processes and the model, and settings that exclude each other."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ _CP = "parallelism.context_parallel_degree"
 _PP = "parallelism.pipeline_parallel_degree"
 _EP = "parallelism.expert_parallel_degree"
 _ETP = "parallelism.expert_tensor_parallel_degree"
+
+# Dispatchers that are not ours: the module that only their package has, and where that is.
+_PACKAGES = {
+    "deepep": ("deep_ep", "github.com/deepseek-ai/DeepEP"),
+    "hybridep": ("hybrid_ep_cpp", "the branch hybrid-ep of github.com/deepseek-ai/DeepEP"),
+}
 
 # torchtitan's deepseek_v3 has no varlen attention.
 _ATTENTION = {
@@ -148,15 +155,40 @@ def _check_experts(config: Config, args: Any, world_size: int) -> Iterator[str]:
     ep, etp = config.get(_EP), config.get(_ETP)
     if stage % (ep * etp):
         yield config.problem(_EP, f"times {_ETP} {etp} must divide {stage} processes; as product {_divisors(stage)}")
-    if config.moe.dispatcher == "local" and ep * etp > 1:
-        yield config.problem("moe.dispatcher", f'needs {_EP} and {_ETP} 1; use "auto", "allgather" or "alltoall"')
-    if config.moe.dispatcher == "nvlink" and ep * etp == 1:
-        yield config.problem("moe.dispatcher", f'needs {_EP} or {_ETP} above 1; use "auto" or "local"')
+    yield from _check_dispatcher(config, ep, etp)
     if moe.top_k > moe.num_experts:
         yield _argument(config, args, "moe_args.top_k", f"must be <= num_experts = {moe.num_experts}")
     if moe.score_before_experts:
         yield _argument(config, args, "moe_args.score_before_experts", "only false is supported")
     yield from _check_groups(config, args)
+
+
+def _check_dispatcher(config: Config, ep: int, etp: int) -> Iterator[str]:
+    kind = config.moe.dispatcher
+    if kind == "local" and ep * etp > 1:
+        yield config.problem("moe.dispatcher", f'needs {_EP} and {_ETP} 1; use "auto", "allgather" or "alltoall"')
+    if kind in ("nvlink", *_PACKAGES) and ep * etp == 1:
+        yield config.problem("moe.dispatcher", f'needs {_EP} or {_ETP} above 1; use "auto" or "local"')
+    if config.moe.capacity_factor is not None and kind not in ("auto", "nvlink"):
+        yield config.problem("moe.capacity_factor", 'must be none: it is for moe.dispatcher = "nvlink"')
+    if kind in _PACKAGES:
+        yield from _check_package(config, etp)
+
+
+def _check_package(config: Config, etp: int) -> Iterator[str]:
+    kind = config.moe.dispatcher
+    module, source = _PACKAGES[kind]
+    if find_spec(module) is None:
+        what = f"needs the Python module {module}, which is not installed: build it from {source}"
+        yield config.problem("moe.dispatcher", f'{what}, or use "auto"')
+    if not torch.cuda.is_available():
+        yield config.problem("moe.dispatcher", 'needs a GPU; use "auto"')
+    if etp > 1:
+        yield config.problem(_ETP, f'must be 1 with moe.dispatcher = {show(kind)}; use "auto" to split experts')
+    if config.training.mixed_precision_param != "bfloat16":
+        yield config.problem("training.mixed_precision_param", f'must be "bfloat16" with moe.dispatcher = {show(kind)}')
+    if kind == "deepep" and config.moe.dispatch_sms % 2:
+        yield config.problem("moe.dispatch_sms", 'must be even with moe.dispatcher = "deepep"')
 
 
 def _check_groups(config: Config, args: Any) -> Iterator[str]:
@@ -220,6 +252,9 @@ def _check_run(config: Config) -> Iterator[str]:
         backends = torch._dynamo.list_backends(exclude_tags=())
         if config.compile.backend not in backends:
             yield config.problem("compile.backend", f"must be {one_of(sorted(backends))}")
+    if checkpoint.create_seed_checkpoint and (not checkpoint.enable or checkpoint.load_only):
+        what = "needs checkpoint.enable = true and checkpoint.load_only = false"
+        yield config.problem("checkpoint.create_seed_checkpoint", what)
     if checkpoint.initial_load_path is not None:
         if not checkpoint.enable:
             yield config.problem("checkpoint.initial_load_path", "needs checkpoint.enable = true")

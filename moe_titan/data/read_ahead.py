@@ -78,7 +78,8 @@ class ReadAhead:
 
 def serve(connection_fd: int, memory_fd: int) -> None:
     """The child: fills the slots in turn until it fails or the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # The parent's to handle, also when sent to the group.
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(connection_fd,), daemon=True).start()
     connection = Connection(connection_fd)
     try:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_titan.interchange.dcp import RUN_STATE, Checkpoint
+from moe_titan.interchange.manifest import Manifest, damage, read_manifest, recorded_files
 from moe_titan.interchange.safetensors_folder import SafetensorsFolder, read_json
 from moe_titan.interchange.stored_model import BIAS, format_of
 from moe_titan.interchange.tensors import InterchangeError, Lazy
@@ -61,7 +62,7 @@ def inspect(path: Path, values: bool) -> Report:
     if format_of(path) == "hf":
         tensors, report = _open_hugging_face(path)
     else:
-        tensors, report = _open_checkpoint(path)
+        tensors, report = _open_checkpoint(path, values)
     experts: dict[str, dict[int, list[bytes]]] = defaultdict(lambda: defaultdict(list))
     for name, tensor in tensors.items():
         group = report.groups[_kind(name), str(tensor.dtype).removeprefix("torch.")]
@@ -88,26 +89,29 @@ def _open_hugging_face(path: Path) -> tuple[dict[str, Lazy], Report]:
     return {name: folder.tensor(name) for name in folder.names()}, Report(facts)
 
 
-def _open_checkpoint(path: Path) -> tuple[dict[str, Lazy], Report]:
-    checkpoint = Checkpoint(path)
+def _open_checkpoint(path: Path, values: bool) -> tuple[dict[str, Lazy], Report]:
+    checkpoint, manifest = Checkpoint(path), read_manifest(path)
     facts = {"format": f"torch.distributed.checkpoint, keys of torchtitan {checkpoint.dialect}"}
     for key, fact in (("train_state.step", "step"), ("train_state.ntokens_seen", "tokens")):
         facts[fact] = str(checkpoint.value(key)) if key in checkpoint.stored else "not recorded (a model alone)"
     files = {info.relative_path for info in checkpoint.metadata.storage_data.values()}
-    if lost := sorted(file for file in files if not (path / file).exists()):
-        raise InterchangeError(
-            f"{path}: {len(lost)} of its {len(files)} files are missing, first {lost[0]}; use another checkpoint"
-        )
+    recorded = sorted(recorded_files(checkpoint.metadata, manifest).items())
+    if problems := damage(path, recorded, checksums=values):
+        raise InterchangeError("\n".join([f"{path} is damaged; use another checkpoint:", *problems]))
     writers = {match[1] for file in files if (match := re.match(r"__(\d+)_", file))}
     facts["written in"] = f"{len(files)} files by {len(writers)} writers"
-    facts["layout"] = _layout(path.parent.parent / "config.toml")
+    summed = manifest is not None and any(saved.crc32 is not None for saved in manifest.files.values())
+    facts["checksums"] = "not recorded" if not summed else "right" if values else "not looked at"
+    facts["layout"] = _layout(manifest, path.parent.parent / "config.toml")
     # Optimizer steps and the like are numbers, not parameters.
     keys = [key for key in checkpoint.tensor_keys() if not key.startswith(RUN_STATE) or key.startswith("optimizer.state.")]
     return {key: checkpoint.tensor(key) for key in keys if not key.endswith(".step")}, Report(facts)
 
 
-def _layout(toml: Path) -> str:
-    """Degrees of the run's present configuration; a checkpoint itself belongs to no layout."""
+def _layout(manifest: Manifest | None, toml: Path) -> str:
+    """Degrees of the layout that saved it, which binds no one that loads it, or else of the run's present configuration."""
+    if manifest is not None:
+        return ", ".join(f"{dim} {degree}" for dim, degree in manifest.layout.items() if degree != 1) or "one rank"
     if not toml.exists():
         return "not recorded"
     degrees = {

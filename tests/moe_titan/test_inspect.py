@@ -116,12 +116,19 @@ def test_a_run(pool, capsys, tmp_path) -> None:
     pool.run(2, trainer_runs.run, argv, group=False)
     code, text = run(capsys, tmp_path / "run" / "checkpoint" / "step-3")
     assert code == 0, text
-    facts = dict(re.findall(r"^(format|step|tokens|written in|layout)  +(.*)$", text, re.M))
+    facts = dict(re.findall(r"^(format|step|tokens|written in|layout|checksums)  +(.*)$", text, re.M))
     assert facts["format"] == "torch.distributed.checkpoint, keys of torchtitan 0.2.2"
     assert facts["step"] == "3" and facts["tokens"] == str(3 * 12 * 24)
     assert facts["written in"] == "2 files by 2 writers"
-    assert "data_parallel_shard 2" in facts["layout"] and "expert_parallel 2" in facts["layout"]
+    assert facts["layout"] == "dp_shard 2, ep 2" and facts["checksums"] == "right"
     assert re.search(r"^optimizer +float32", text, re.M)
+    file = tmp_path / "run" / "checkpoint" / "step-3" / "__1_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(InterchangeError, match="__1_0.distcp is damaged: its CRC-32"):
+        run(capsys, file.parent)
+    assert re.search("^checksums +not looked at", run(capsys, "--no-values", file.parent)[1], re.M)
 
 
 def test_damaged_checkpoints(capsys, tmp_path, checkpoint) -> None:
@@ -129,10 +136,10 @@ def test_damaged_checkpoints(capsys, tmp_path, checkpoint) -> None:
     file = next(path.glob("*.distcp"))
     data = file.read_bytes()
     file.write_bytes(data[: len(data) // 2])
-    with pytest.raises(InterchangeError, match="cannot be read"):
+    with pytest.raises(InterchangeError, match=f"{file.name} is cut off: {len(data) // 2} of {len(data)} bytes"):
         run(capsys, path)
     file.unlink()
-    with pytest.raises(InterchangeError, match="1 of its 1 files are missing"):
+    with pytest.raises(InterchangeError, match=f"{file.name} is missing"):
         run(capsys, path)
     (path / ".metadata").write_bytes(b"torn")
     with pytest.raises(InterchangeError, match=".metadata: cannot be read"):

@@ -87,7 +87,8 @@ COMMAND_LINES = [
     (MOE, "--training.max_norm -1", 1, ["training.max_norm", "must be > 0"]),
     (MOE, "--metrics.log_freq 0", 1, ["metrics.log_freq", "must be >= 1"]),
     (MOE, "--checkpoint.keep_latest_k 1", 1, ["checkpoint.keep_latest_k", "0 (keep all) or >= 2"]),
-    (MOE, "--checkpoint.async_mode async", 1, ['checkpoint.async_mode = "async"', '"disabled"']),
+    (MOE, "--checkpoint.async_mode sync", 1, ['checkpoint.async_mode = "sync"', '"disabled"', '"async"']),
+    (MOE, "--checkpoint.create_seed_checkpoint", 1, ["checkpoint.create_seed_checkpoint", "checkpoint.enable = true"]),
     (MOE, "--checkpoint.last_save_in_hf", 1, ["checkpoint.last_save_in_hf", "only false is accepted", "DCP"]),
     (MOE, "--checkpoint.exclude_from_loading optimiser", 1, ["exclude_from_loading", '"optimizer", "lr_scheduler"']),
     (MOE, "--activation_checkpoint.mode memory_budget", 1, ['"memory_budget"', '"none", "selective", "full"']),
@@ -131,6 +132,27 @@ COMMAND_LINES = [
     ),
     (MOE, "--moe.dispatcher local --parallelism.expert_parallel_degree 2", 2, ['"local"', '"alltoall"']),
     (MOE, "--moe.dispatcher nvlink", 2, ['"nvlink"', "expert_parallel_degree", '"auto"']),
+    (MOE, "--moe.dispatcher deepep", 2, ["needs parallelism.expert_parallel_degree"]),
+    (
+        MOE,
+        "--moe.dispatcher deepep --parallelism.expert_parallel_degree 2 --moe.dispatch_sms 5",
+        2,
+        ['"deepep"', "module deep_ep", "not installed", "github.com/deepseek-ai/DeepEP", "needs a GPU", "dispatch_sms = 5"],
+    ),
+    (
+        MOE,
+        "--moe.dispatcher hybridep --parallelism.expert_parallel_degree 2 --parallelism.expert_tensor_parallel_degree 2 "
+        "--training.mixed_precision_param float32",
+        4,
+        ["module hybrid_ep_cpp", "hybrid-ep", "expert_tensor_parallel_degree = 2", 'mixed_precision_param = "float32"'],
+    ),
+    (MOE, "--moe.capacity_factor 0", 1, ["moe.capacity_factor = 0", "> 0"]),
+    (
+        MOE,
+        "--moe.capacity_factor 1.5 --moe.dispatcher alltoall --parallelism.expert_parallel_degree 2",
+        2,
+        ["moe.capacity_factor = 1.5", 'moe.dispatcher = "nvlink"'],
+    ),
     # The model against the layout.
     (MOE, "--parallelism.tensor_parallel_degree 16", 16, ["n_kv_heads = 8", "1, 2, 4, 8"]),
     (

@@ -1,0 +1,115 @@
+"""A run's checkpoints: when they are saved, what they hold, and how a run starts from one."""
+
+import logging
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from moe_titan.checkpoint.compare import check
+from moe_titan.checkpoint.errors import CheckpointError
+from moe_titan.checkpoint.folder import Found, RunFolder, run_folder
+from moe_titan.checkpoint.reader import StoredRun
+from moe_titan.checkpoint.requests import Requests
+from moe_titan.checkpoint.saver import Saver
+from moe_titan.checkpoint.state import Progress, RunState
+from moe_titan.data import DataLoader
+from moe_titan.engine import Engine
+from moe_titan.interchange.dialects import to_dialect
+
+if TYPE_CHECKING:
+    from moe_titan.config import Config
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Checkpointer:
+    """Saves and loads all of a run's state. All ranks must call its methods together.
+
+    From its construction on, unless checkpoint.load_only, the process saves on SIGUSR1 and ends only between steps on SIGTERM.
+
+    Args:
+        config: of it the section ``checkpoint``, and what :class:`RunState` takes.
+    """
+
+    def __init__(self, config: "Config", engine: Engine, data: DataLoader):
+        self.settings = settings = config.checkpoint
+        self._state = RunState(config, engine, data)
+        if settings.load_only:
+            return
+        folder = RunFolder(run_folder(config), settings.keep_latest_k, settings.keep_every)
+        if dist.get_rank() == 0:
+            folder.clean()
+        layout = asdict(engine.mesh.layout)
+        self._saver = Saver(folder, settings.async_mode, settings.checksums, layout, engine.device)
+        self._requests = Requests(settings.interval_minutes)
+
+    def after_step(self, progress: Progress, next_lr: float, last: bool) -> bool:
+        """Saves if it is due, by step or by the clock or by a signal; tells whether the run is to end now.
+
+        Raises:
+            SaveError: this save has failed, or one in the background.
+        """
+        if self.settings.load_only:
+            return False
+        agreed = self._requests.agree(self._saver.writing)
+        if not agreed.writing:
+            self._saver.settle()
+        first = progress.step == 1 and self.settings.enable_first_step_checkpoint
+        if last or first or agreed.end or agreed.save or progress.step % self.settings.interval == 0:
+            self.save(progress, next_lr, last=last, wait=last or agreed.end)
+        if agreed.end:
+            logger.warning("SIGTERM: step %d is saved, and the run ends", progress.step)
+        return agreed.end
+
+    def save(self, progress: Progress, next_lr: float, last: bool = False, wait: bool = True) -> None:
+        """Writes ``step-N``, then removes those that are not to be kept any longer.
+
+        Args:
+            next_lr: learning rate of the step to come, which torchtitan reads from the checkpoint.
+            last: it ends the run, for which ``last_save_model_only`` is.
+            wait: until it is complete, even where checkpoint.async_mode lets it be saved in the background.
+
+        Raises:
+            SaveError: this save has failed, or the one before.
+        """
+        masters = self._state.engine.optimizer.masters()
+        if last and self.settings.last_save_model_only:
+            state = self._state.model(masters, DTYPES[self.settings.export_dtype])
+        else:
+            state = self._state.model(masters) | self._state.run(progress) | self._state.for_torchtitan(progress, next_lr)
+        names = to_dialect(state, self.settings.dialect)
+        self._saver.write(progress.step, {names[key]: value for key, value in state.items()}, wait)
+        self._requests.saved()
+
+    def load(self, found: Found) -> Progress:
+        """Loads a checkpoint; returns how far its run was, nothing for a model alone.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model or global batch, or holds a model alone, and nothing has been
+                changed; or it is of other data.
+        """
+        path, model_only = found
+        stored = StoredRun(path, self.settings.checksums)
+        masters = self._state.engine.optimizer.masters()
+        state = self._state.model(masters)
+        if not model_only:
+            if "train_state.step" not in stored.entries:
+                raise CheckpointError(
+                    f"{path} holds a model alone, and training cannot continue from it. To start a new run with this model, set "
+                    "checkpoint.initial_load_path to it and job.dump_folder to another folder; to continue this run, set "
+                    "checkpoint.load_step to a step that was saved in full"
+                )
+            state |= self._state.wanted(stored.entries)
+        check(state, stored.entries, path, whole=not model_only)
+        stored.load(state)
+        self._state.restore_model(state, masters)
+        if model_only:
+            logger.info("starting with the model of %s", path)
+            return Progress()
+        progress = self._state.restore_run(state)
+        logger.info("resumed from %s", path)
+        return progress

@@ -1,0 +1,30 @@
+"""A checkpoint of any layout on any other: element by element, and for three further steps."""
+
+from pathlib import Path
+
+import checkpoint_runs
+import pytest
+import trainer_runs
+from trainer_runs import MODELS, layout
+
+LAYOUTS = {
+    "tp2 x dp_shard2, ep2": layout(tp=2, dps=2, ep=2),
+    # 6 experts over 4 ranks: 2, 2, 2 and none.
+    "dp_shard4": layout(dps=4),
+    "dp_shard4, ep2": layout(dps=4, ep=2),
+    "dp_replicate2 x dp_shard2, ep2": layout(dpr=2, dps=2, ep=2),
+    "tp2 x dp_shard2, ep2 x etp2": layout(tp=2, dps=2, ep=2, etp=2),
+    "tp4, etp2": layout(tp=4, etp=2),
+}
+
+
+@pytest.mark.parametrize(("model", "most"), [("qwen3", 2), ("deepseek", len(LAYOUTS))])
+def test_layouts_load_each_other(pool, tmp_path, model, most) -> None:
+    corpus: Path = trainer_runs.write_corpus(tmp_path / "corpus")
+    folder = tmp_path / "runs"
+    saved = pool.run(4, checkpoint_runs.save_on_every_layout, corpus, folder, MODELS[model], LAYOUTS)
+    expected, later = saved[0]
+    loads = (corpus, folder, MODELS[model])
+    compared = pool.run(4, checkpoint_runs.load_on_every_layout, *loads, LAYOUTS, most, expected, later)[0]
+    compared += pool.run(1, checkpoint_runs.load_on_every_layout, *loads, {"one rank": {}}, len(LAYOUTS), expected, later)[0]
+    assert len(compared) == len(set(compared)) == len(LAYOUTS) * (most + 1)
