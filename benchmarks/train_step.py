@@ -1,11 +1,12 @@
 """Training steps of moe_titan beside stock torchtitan 0.2.2: same machine, shape, text and settings, natural routing.
 
-python benchmarks/train_step.py --shape A|B [--gpus 2] [--runs ours,torchtitan,...] [-- --section.key value ...]
+python benchmarks/train_step.py --shape A|B [--gpus 2] [--layers N] [--runs ours,torchtitan,...] [-- --section.key value ...]
 
-Shape A is train_configs/qwen3_30b_a3b_12l.toml, shape B train_configs/deepseek_v3_16b_12l.toml; on one GPU both have 4
-layers. A run is `ours` or `torchtitan`, with the experts spread over all GPUs, or, with the suffix `-ep1`, over none;
-`-tp2` makes attention tensor parallel over pairs of the GPUs that the experts are spread over, at the same global
-batch. What follows `--` goes to our runs alone. Results are printed and written to OUT/train_step.json.
+Shape A is train_configs/qwen3_30b_a3b_12l.toml, shape B train_configs/deepseek_v3_16b_12l.toml, of 12 layers each; on one
+GPU both have 4 unless `--layers` says otherwise. A run is `ours` or `torchtitan`, with the experts spread over all GPUs,
+or, with the suffix `-ep1`, over none; `-tp2` makes attention tensor parallel over pairs of the GPUs that the experts are
+spread over, at the same global batch. What follows `--` goes to our runs alone. Results are printed and written to
+OUT/train_step.json.
 """
 
 import argparse
@@ -67,8 +68,8 @@ def our_flags(run: str, options: argparse.Namespace) -> list[str]:
     }
     if layout == "tp2":  # half as many data ranks, each with twice the sequences
         flags |= {"parallelism.tensor_parallel_degree": 2, "training.local_batch_size": 8}
-    if options.gpus == 1:
-        flags["model.overrides.n_layers"] = 4
+    if options.layers:
+        flags["model.overrides.n_layers"] = options.layers
     if options.profile:
         flags |= {"profiling.enable_profiling": "true", "profiling.profile_freq": options.steps}
         flags |= {f"profiling.{key}": steps for key, steps in PROFILER.items()}
@@ -200,6 +201,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--layers", type=int, choices=(4, 12), help="instead of 12, and of 4 on one GPU")
     parser.add_argument("--runs", default="ours,torchtitan", help=f"drawn from {', '.join(RUNS)}; one after the other")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--timeout", type=float, default=270, help="seconds for a run")
@@ -208,6 +210,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--commit", default=environment.commit(), help="where the folder is no git checkout")
     options = parser.parse_args(argv[:split])
     options.flags = argv[split + 1 :]
+    options.layers = options.layers or (4 if options.gpus == 1 else None)
     options.runs = options.runs.split(",")
     options.out = (options.out or ROOT / f"outputs/benchmarks/train_step_{options.shape}").absolute()
     if unknown := set(options.runs) - set(RUNS):

@@ -74,9 +74,10 @@ def test_a_log_that_breaks_off_has_no_peak():
 
 
 @pytest.mark.parametrize("shape, flavors", [("A", qwen3_args), ("B", deepseekv3_args)])
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_torchtitan_gets_the_same_settings(shape, flavors, gpus, tmp_path):
-    chosen = options("--shape", shape, "--gpus", str(gpus), "--out", str(tmp_path), "--profile")
+@pytest.mark.parametrize(("gpus", "layers"), [((1,), 4), ((1, "--layers", 12), 12), ((2,), 12)])
+def test_torchtitan_gets_the_same_settings(shape, flavors, gpus, layers, tmp_path):
+    gpus, *more = map(str, gpus)
+    chosen = options("--shape", shape, "--gpus", gpus, *more, "--out", str(tmp_path), "--profile")
     config = config_of("torchtitan", chosen)
     (tmp_path / "peer.toml").write_text(torchtitan_run.torchtitan_toml(config, tmp_path / "corpus"))
     peer = ConfigManager().parse_args(["--job.config_file", str(tmp_path / "peer.toml")])
@@ -86,9 +87,9 @@ def test_torchtitan_gets_the_same_settings(shape, flavors, gpus, tmp_path):
     for key in ("local_batch_size", "global_batch_size", "seq_len", "steps", "max_norm", "dtype", "gc_freq"):
         assert getattr(peer.training, key) == getattr(config.training, key)
     assert peer.training.dataset_path == str(tmp_path / "corpus")
-    assert peer.parallelism.expert_parallel_degree == gpus
+    assert peer.parallelism.expert_parallel_degree == int(gpus)
     args = flavors[peer.model.flavor]
-    assert args.n_layers == config.model.overrides["n_layers"] == (4 if gpus == 1 else 12)
+    assert args.n_layers == config.model.overrides["n_layers"] == layers
     assert dataclasses.replace(args, n_layers=0) == dataclasses.replace(flavors[config.model.flavor], n_layers=0)
 
 
