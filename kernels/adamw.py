@@ -9,16 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_NAN = 0x7FC00000
+
 
 def split_fp32(x: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 as the nearest bf16 (ties away from zero) and the distance to it in units of fp32's last place, int16."""
-    bits = x.contiguous().view(torch.int32)
+    # Any other NaN might round to a number.
+    bits = torch.where(x.isnan(), _NAN, x.contiguous().view(torch.int32))
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
 def join_fp32(high: Tensor, low: Tensor) -> Tensor:
-    """The fp32 tensor that :func:`split_fp32` was given, bit for bit."""
+    """The fp32 tensor that :func:`split_fp32` was given, bit for bit but for the kind of a NaN."""
     return ((high.contiguous().view(torch.int16).int() << 16) + low.int()).view(torch.float32)
 
 
@@ -50,7 +53,7 @@ def adamw_reference_(
 @triton.jit
 def _adamw_kernel(
     weight_ptr, low_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, scale_ptr,
-    N, decay, step_size, beta1, beta2, correction2, eps, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    N, decay, step_size, beta1, beta2, correction2, eps, SPLIT: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = n < N
@@ -69,7 +72,7 @@ def _adamw_kernel(
     tl.store(exp_avg_ptr + n, exp_avg, mask=mask)
     tl.store(exp_avg_sq_ptr + n, exp_avg_sq, mask=mask)
     if SPLIT:
-        bits = weight.to(tl.int32, bitcast=True)
+        bits = tl.where(weight == weight, weight.to(tl.int32, bitcast=True), NAN)
         high = (bits + 0x8000) >> 16
         tl.store(weight_ptr + n, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
         tl.store(low_ptr + n, (bits - (high << 16)).to(tl.int16), mask=mask)
@@ -86,7 +89,7 @@ def _launch(
         _adamw_kernel[(triton.cdiv(N, block),)](
             weight, low, grad, exp_avg, exp_avg_sq, scale,
             N, 1 - lr * weight_decay, lr / (1 - beta1**step), beta1, beta2, 1 - beta2**step, eps,
-            SPLIT=low is not None, BLOCK=block, num_warps=8,
+            SPLIT=low is not None, NAN=_NAN, BLOCK=block, num_warps=8,
         )  # fmt: skip
 
 

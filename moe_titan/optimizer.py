@@ -60,6 +60,7 @@ class ShardedAdamW:
     def expect(self, micro_batches: int) -> None:
         """Prepares for a step of so many backward passes: several add up in fp32, as they do under FSDP2."""
         for name in self._low:
+            self.parameters[name].grad = None  # of a step that failed
             self.parameters[name].grad_dtype = torch.float32 if micro_batches > 1 else torch.bfloat16
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from parallelisms.folded_mesh import FoldedMesh
 
+_EXPERTS = ".moe.experts."
 FUSED_PAIRS = {"w13": ("w1", "w3")}
 """Parameters that hold a pair of torchtitan's along dimension 1, and the names of the two."""
 
@@ -41,23 +42,24 @@ class ShardingPlan:
     """
 
     def __init__(self, model: nn.Module, mesh: FoldedMesh):
-        self.rows = [self._row(name, parameter, mesh) for name, parameter in model.named_parameters()]
+        # Experts under FSDP2 need a root above them that prefetches.
+        root = mesh.expert_data.size() > 1 and any(_EXPERTS in name for name, _ in model.named_parameters())
+        self.rows = [self._row(name, parameter, mesh, root) for name, parameter in model.named_parameters()]
         self._by_name = {row.name: row for row in self.rows}
 
     def __getitem__(self, name: str) -> PlanRow:
         return self._by_name[name]
 
     @staticmethod
-    def _row(name: str, parameter: nn.Parameter, mesh: FoldedMesh) -> PlanRow:
-        expert = ".moe.experts." in name
+    def _row(name: str, parameter: nn.Parameter, mesh: FoldedMesh, root: bool) -> PlanRow:
+        expert = _EXPERTS in name
         data_mesh = mesh.expert_data if expert else mesh.dense_data
         replicate = "edp_replicate" if expert else "dp_replicate"
         counted = mesh.coordinate(replicate) == 0
         if not expert and not _sharded_over_tp(parameter):
             counted = counted and mesh.coordinate("tp") == 0
         shard_dim = _expert_shard_dim(parameter, data_mesh.shape[-1]) if expert else 0
-        # Experts under FSDP2 need a root above them that prefetches.
-        fsdp = data_mesh.size() > 1 or not expert and mesh.expert_data.size() > 1
+        fsdp = data_mesh.size() > 1 or root
         return PlanRow(name, "expert" if expert else "dense", data_mesh, shard_dim, fsdp, counted)
 
 

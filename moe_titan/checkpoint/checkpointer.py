@@ -40,7 +40,7 @@ class Checkpointer:
         self._state = RunState(config, engine, data)
         if settings.load_only:
             return
-        folder = RunFolder(run_folder(config), settings.keep_latest_k, settings.keep_every)
+        self._folder = folder = RunFolder(run_folder(config), settings.keep_latest_k, settings.keep_every)
         if dist.get_rank() == 0:
             folder.clean()
         layout = asdict(engine.mesh.layout)
@@ -111,5 +111,7 @@ class Checkpointer:
             logger.info("starting with the model of %s", path)
             return Progress()
         progress = self._state.restore_run(state)
+        if not self.settings.load_only:
+            self._folder.newest = progress.step
         logger.info("resumed from %s", path)
         return progress

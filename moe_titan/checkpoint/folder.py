@@ -4,6 +4,7 @@ Steps are written under another name and renamed once they are whole, and rename
 complete step's has ``step-N`` in it, by which torchtitan searches, too.
 """
 
+import itertools
 import logging
 import os
 import re
@@ -87,10 +88,12 @@ class RunFolder:
     Args:
         keep_latest: complete steps to keep, 0 for all.
         keep_every: steps divisible by it are kept besides, 0 for none.
+        newest: the newest step of the run's own: the one it started from, then the one it saved last. Later ones are of a
+            branch that it left by going back.
     """
 
-    def __init__(self, path: Path, keep_latest: int, keep_every: int):
-        self.path, self._keep_latest, self._keep_every = path, keep_latest, keep_every
+    def __init__(self, path: Path, keep_latest: int, keep_every: int, newest: int = 0):
+        self.path, self._keep_latest, self._keep_every, self.newest = path, keep_latest, keep_every, newest
 
     def step(self, step: int) -> Path:
         return self.path / f"step-{step}"
@@ -100,29 +103,34 @@ class RunFolder:
         return self.path / f".saving-{step}"
 
     def clean(self) -> None:
-        """Removes what an earlier process left half written or half removed."""
-        for pattern in (".saving-*", ".removing-*"):
+        """Removes what an earlier process left half written or half removed, and brings back what it had not yet replaced."""
+        for path in self.path.glob(".replaced-*"):
+            step = self.step(int(path.name.rpartition("-")[2]))
+            if not step.exists():
+                path.rename(step)
+        for pattern in (".saving-*", ".removing-*", ".replaced-*"):
             for path in self.path.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
 
     def commit(self, step: int) -> None:
         """Gives a step that has been written aside its name, and removes those that are not to be kept any longer."""
-        self._set_aside_later(step)
+        self._set_branch_aside()
         _sync(self.aside(step))
-        replaced = self._take_away(step) if self.step(step).exists() else None
+        replaced = self._rename(step, "replaced") if self.step(step).exists() else None
         self.aside(step).rename(self.step(step))
         _sync(self.path)
+        self.newest = step
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
         for old in self._outdated():
-            shutil.rmtree(self._take_away(old), ignore_errors=True)
+            shutil.rmtree(self._rename(old, "removing"), ignore_errors=True)
 
-    def _set_aside_later(self, step: int) -> None:
-        """Renames the checkpoints of a branch that this run left by going back, so that none of them counts as its newest."""
+    def _set_branch_aside(self) -> None:
+        """Renames the checkpoints of a branch that this run left by going back, so that none of them counts as its own."""
         for later in sorted(complete_steps(self.path)):
-            if later > step:
-                aside = self.path / f"abandoned-{later}"
-                shutil.rmtree(aside, ignore_errors=True)
+            if later > self.newest:
+                names = (f"abandoned-{later}" + f".{n}" * (n > 0) for n in itertools.count())
+                aside = next(path for path in map(self.path.joinpath, names) if not path.exists())
                 self.step(later).rename(aside)
                 logger.warning("step %d of the run that this one went back from is now %s", later, aside)
 
@@ -132,8 +140,8 @@ class RunFolder:
         older = sorted(complete_steps(self.path))[: -self._keep_latest]
         return [step for step in older if not self._keep_every or step % self._keep_every]
 
-    def _take_away(self, step: int) -> Path:
-        away = self.path / f".removing-{step}"
+    def _rename(self, step: int, what: str) -> Path:
+        away = self.path / f".{what}-{step}"
         shutil.rmtree(away, ignore_errors=True)
         return self.step(step).rename(away)
 

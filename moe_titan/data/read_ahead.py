@@ -45,7 +45,12 @@ class ReadAhead:
             pickle.dump((reader, position_G3), file)
             file.seek(0)
             code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import serve; serve({theirs.fileno()}, {memory})"
-            self._process = subprocess.Popen([sys.executable, "-c", code], stdin=file, pass_fds=(theirs.fileno(), memory))
+            # The child inherits what is blocked: these signals are the parent's to handle, also when sent to the group.
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
+            try:
+                self._process = subprocess.Popen([sys.executable, "-c", code], stdin=file, pass_fds=(theirs.fileno(), memory))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
         os.close(memory)
         for _ in range(depth):
@@ -78,8 +83,6 @@ class ReadAhead:
 
 def serve(connection_fd: int, memory_fd: int) -> None:
     """The child: fills the slots in turn until it fails or the parent is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # The parent's to handle, also when sent to the group.
-        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(connection_fd,), daemon=True).start()
     connection = Connection(connection_fd)
     try:

@@ -26,6 +26,12 @@ def test_halves_hold_every_bit() -> None:
     assert torch.equal(high[tie].float().abs() > x[tie].abs(), torch.ones_like(tie[tie]))
 
 
+def test_every_nan_stays_one() -> None:
+    nan = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7FFF8000, 0x7F800001, -1, -0x400000], dtype=torch.int32).view(torch.float32)
+    high, low = split_fp32(nan)
+    assert high.isnan().all() and join_fp32(high, low).isnan().all()
+
+
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 def test_equals_torch(split, grad_dtype) -> None:

@@ -157,6 +157,35 @@ def test_gradients_of_several_micro_batches_add_up_in_fp32(pool, layout) -> None
         assert 0 < relative_error(sums[name], grad) < 1e-2, name  # bf16 rounds each micro-batch's, and not their sum
 
 
+def _split_and_all(model) -> tuple[int, int]:
+    engine = tiny.build(model, Layout(tp=2), param_dtype=torch.bfloat16)
+    parameters = engine.optimizer.parameters.values()
+    return sum(p.dtype == torch.bfloat16 for p in parameters), len(parameters)
+
+
+def test_a_dense_model_of_one_data_rank_is_not_fsdps(pool) -> None:
+    split, every = pool.run(2, _split_and_all, LLAMA3)[0]
+    assert split == every > 0
+
+
+def _step_after_a_failed_one() -> float:
+    engine = tiny.build(tiny.qwen3(), Layout(), param_dtype=torch.bfloat16)
+    router = engine.optimizer.parameters["layers.1.moe.router.gate.weight"]
+
+    def spoil(parameter: torch.Tensor) -> None:
+        parameter.grad.fill_(torch.nan)
+
+    hook = router.register_post_accumulate_grad_hook(spoil)
+    with pytest.raises(NonFiniteGradient):
+        engine.step(tiny.share(tiny.global_batch(0, 2), 0, 1, 1), lr=1e-3)
+    hook.remove()
+    return engine.step(tiny.share(tiny.global_batch(0, 2), 0, 1, 2), lr=1e-3).loss
+
+
+def test_a_step_may_follow_a_failed_one(pool) -> None:
+    assert np.isfinite(pool.run(1, _step_after_a_failed_one)[0])
+
+
 def _train_and_evaluate(evaluate: bool) -> dict:
     engine = tiny.build(tiny.deepseek(), Layout(dp_shard=2, tp=2, ep=2), BALANCED)
     data = [tiny.share(tiny.padded_batch(step, 12), engine.mesh.data_rank, 2, 2) for step in range(3)]

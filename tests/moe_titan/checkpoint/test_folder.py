@@ -71,20 +71,21 @@ def kill_after(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("older", "step", "before", "after"),
+    ("older", "newest", "step", "before", "after"),
     [
-        ((2, 4), 6, {4}, {6}),
+        ((2, 4), 4, 6, {4}, {6}),
         # Saved again, and after going back: until it is complete, the branch that was left may still be the newest.
-        ((2, 4, 6), 6, {6, 4}, {6}),
-        ((2, 4, 6, 8), 4, {8, 6, 4, 2}, {4}),
+        ((2, 4, 6), 6, 6, {6, 4}, {6}),
+        ((2, 4, 6, 8), 2, 4, {8, 6, 4, 2}, {4}),
+        ((2, 4, 6, 8), 2, 10, {8, 6, 4, 2}, {10}),
     ],
 )
-def test_killed_between_any_two_changes(tmp_path, kill_after, older, step, before, after) -> None:
+def test_killed_between_any_two_changes(tmp_path, kill_after, older, newest, step, before, after) -> None:
     """No step is ever complete by name and torn inside, and at no moment is there none."""
     changes, finished = 0, False
     while not finished:
         path = tmp_path / str(changes)
-        folder = RunFolder(path, keep_latest=2, keep_every=0)
+        folder = RunFolder(path, keep_latest=2, keep_every=0, newest=newest)
         for old in older:
             write(folder.step(old), f"old {old}")
         write(folder.aside(step), f"new {step}")
@@ -99,12 +100,14 @@ def test_killed_between_any_two_changes(tmp_path, kill_after, older, step, befor
         assert found and all(texts in ({f"old {s}"}, {f"new {s}"}) for s, texts in found.items()), f"after {changes} changes"
         assert max(found) in before | after
         folder.clean()
+        whole = set(older) if newest >= step else {n for n in older if n <= newest}
+        assert max(whole) in contents(path) or step in contents(path)
         assert not [p.name for p in path.iterdir() if p.name.startswith(".")]
         commit(folder, step, f"again {step}")
         assert max(contents(path)) == step and contents(path)[step] == {f"again {step}"}
         changes += 1
     assert max(found) in after and found[step] == {f"new {step}"}
-    assert changes > 5
+    assert changes >= 5
 
 
 def test_torchtitan_takes_no_other_name_for_a_step(tmp_path) -> None:
@@ -113,12 +116,25 @@ def test_torchtitan_takes_no_other_name_for_a_step(tmp_path) -> None:
     folder = RunFolder(tmp_path, 0, 0)
     for step in (2, 4):
         commit(folder, step, "old")
+    folder.newest = 2
     commit(folder, 3, "went back")
     write(folder.aside(9), "being written")
     assert (tmp_path / "abandoned-4").exists()
     assert CheckpointManager._find_load_step(SimpleNamespace(folder=str(tmp_path))) == 3
     assert previous(tmp_path / "step-3") == tmp_path / "step-2"
     assert previous(tmp_path / "step-2") is None
+
+
+def test_going_back_loses_nothing(tmp_path) -> None:
+    """Steps of the new branch with numbers of the old one's, beyond it, and going back a second time."""
+    for steps, newest in (((3, 6, 9), 0), ((6, 9), 3), ((10,), 3)):
+        folder = RunFolder(tmp_path, 0, 0, newest)
+        for step in steps:
+            commit(folder, step, f"after {newest}")
+    assert complete_steps(tmp_path) == {3, 10}
+    abandoned = {path.name: {file.read_text() for file in path.iterdir()} for path in tmp_path.glob("abandoned-*")}
+    names = {f"abandoned-{step}": {"after 0"} for step in (6, 9)} | {f"abandoned-{step}.1": {"after 3"} for step in (6, 9)}
+    assert abandoned == names
 
 
 def config(folder: Path, *argv: str):

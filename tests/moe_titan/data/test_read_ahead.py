@@ -1,6 +1,7 @@
 """Reading ahead in a process gives what reading in the caller gives, fails as it does, and leaves no process behind."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -148,6 +149,18 @@ def test_death_of_the_process_is_an_error(children: list[subprocess.Popen]) -> N
     with pytest.raises(RuntimeError, match="exit code -9"):
         for _ in range(60):
             loader.next_step()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_are_the_parents_to_handle(children: list[subprocess.Popen], number: signal.Signals) -> None:
+    loader = make_loader(ListSource(), 2)
+    children[0].send_signal(number)  # before it is up
+    loader.next_step()
+    children[0].send_signal(number)
+    for _ in range(4):
+        loader.next_step()
+    loader.close()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 
 @pytest.mark.parametrize("source", [ListSource(), Stuck()])
