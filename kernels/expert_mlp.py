@@ -1,11 +1,33 @@
 """The experts' SwiGLU feed-forward over grouped rows as one differentiable function."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from kernels.grouped_mm import grouped_mm, grouped_mm_weight_grad
 from kernels.permute import gather_sum, spread_rows
 from kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
+
+
+class Products(NamedTuple):
+    """The three grouped products of a weight w_ENK, of which low-precision recipes have their own.
+
+    ``output(x_RK, w_ENK, offsets_E)``: ``x @ w[e]^T`` [R, N]; ``input_grad(grad_RN, w_ENK, offsets_E)``: ``grad @ w[e]`` [R, K];
+    ``weight_grad(grad_RN, x_RK, offsets_E)``: ``grad^T @ x`` over the rows of e [E, N, K], zero for an empty group.
+    """
+
+    output: Callable[[Tensor, Tensor, Tensor], Tensor]
+    input_grad: Callable[[Tensor, Tensor, Tensor], Tensor]
+    weight_grad: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _output(x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
+    return grouped_mm(x_RK, w_ENK.transpose(1, 2), offsets_E)
+
+
+HIGH_PRECISION = Products(_output, grouped_mm, grouped_mm_weight_grad)
 
 
 def expert_mlp_reference(
@@ -24,37 +46,37 @@ def expert_mlp_reference(
     return torch.cat(outputs)
 
 
-def _up(rows_RD: Tensor, w13_E2FD: Tensor, offsets_E: Tensor) -> Tensor:
+def _up(rows_RD: Tensor, w13_E2FD: Tensor, offsets_E: Tensor, products: Products) -> Tensor:
     """Gate and up pre-activations [R, 2, F] of the rows, in one product."""
-    product = grouped_mm(rows_RD, w13_E2FD.flatten(1, 2).transpose(1, 2), offsets_E)
-    return product.view(-1, *w13_E2FD.shape[1:3])
+    return products.output(rows_RD, w13_E2FD.flatten(1, 2), offsets_E).view(-1, *w13_E2FD.shape[1:3])
 
 
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute):
-        gate_up_R2F = _up(spread_rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E)
+    def forward(ctx, x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products):
+        ctx.products = products
+        gate_up_R2F = _up(spread_rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
         act_RF = weighted_swiglu(gate_up_R2F, weights_P, pair_R, offsets_E[-1:])
         kept_R2F = None if recompute else gate_up_R2F
         ctx.save_for_backward(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept_R2F)
-        return grouped_mm(act_RF, w2_EDF.transpose(1, 2), offsets_E)
+        return products.output(act_RF, w2_EDF, offsets_E)
 
     @staticmethod
     def backward(ctx, grad_RD):
         x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, gate_up_R2F = ctx.saved_tensors
-        grad_RD = grad_RD.contiguous()
+        products, grad_RD = ctx.products, grad_RD.contiguous()
         if gate_up_R2F is None:
-            gate_up_R2F = _up(spread_rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E)
-        grad_act_RF = grouped_mm(grad_RD, w2_EDF, offsets_E)
+            gate_up_R2F = _up(spread_rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
+        grad_act_RF = products.input_grad(grad_RD, w2_EDF, offsets_E)
         grad_gate_up_R2F, grad_weights_P, act_RF = weighted_swiglu_backward(
             grad_act_RF, gate_up_R2F, weights_P, pair_R, offsets_E[-1:]
         )
-        grad_w2_EDF = grouped_mm_weight_grad(grad_RD, act_RF, offsets_E)
+        grad_w2_EDF = products.weight_grad(grad_RD, act_RF, offsets_E)
         grad_gate_up = grad_gate_up_R2F.flatten(1, 2)
-        grad_x_ND = gather_sum(grouped_mm(grad_gate_up, w13_E2FD.flatten(1, 2), offsets_E), row_NK)
+        grad_x_ND = gather_sum(products.input_grad(grad_gate_up, w13_E2FD.flatten(1, 2), offsets_E), row_NK)
         # Copied as late as possible, so that the rows live for one product only.
-        grad_w13 = grouped_mm_weight_grad(grad_gate_up, spread_rows(x_ND, row_NK, len(pair_R)), offsets_E)
-        return grad_x_ND, grad_w13.view_as(w13_E2FD), grad_w2_EDF, grad_weights_P, *[None] * 4
+        grad_w13 = products.weight_grad(grad_gate_up, spread_rows(x_ND, row_NK, len(pair_R)), offsets_E)
+        return grad_x_ND, grad_w13.view_as(w13_E2FD), grad_w2_EDF, grad_weights_P, *[None] * 5
 
 
 def expert_mlp(
@@ -66,6 +88,7 @@ def expert_mlp(
     row_NK: Tensor,
     offsets_E: Tensor,
     recompute: bool = False,
+    products: Products = HIGH_PRECISION,
 ) -> Tensor:
     """``w2[e] @ (weight * silu(w1[e] x) * (w3[e] x))`` for every row of every local expert.
 
@@ -80,8 +103,9 @@ def expert_mlp(
         row_NK: [N, K] int32, where each pair stands in that order, -1 for nowhere.
         offsets_E: [E] int32 ends of the groups.
         recompute: make the pre-activations again in backward, two ninths more products, instead of keeping them.
+        products: the grouped products.
     Returns:
         [R, D]; rows past the last offset are unspecified. Saves for backward x, the gate/up pre-activations [R, 2, F] and the
         indices; rows and activation are made again.
     """
-    return _ExpertMLP.apply(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute)
+    return _ExpertMLP.apply(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products)

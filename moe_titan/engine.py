@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchtitan.protocols.model import BaseModelArgs
 
+from float8.convert import Float8Options, convert
 from moe_titan.data import IGNORED, MicroBatch
 from moe_titan.initialization import initialize, record_initialization
 from moe_titan.layers.balance_loss import BalanceLoss
@@ -41,6 +42,7 @@ class TrainOptions:
     sequence_balance_coeff: float = 0.0
     batch_balance_coeff: float = 0.0
     eos_id: int = 0
+    float8: Float8Options = Float8Options()
 
 
 @dataclass
@@ -76,6 +78,7 @@ class Engine:
     ):
         self.args, self.mesh, self.device, self.options, self.parallel = args, mesh, device, options, parallel
         self.model = build_model(name, args)
+        self.conversion = convert(self.model, options.float8, mesh.layout.etp)
         self.model.output.group = mesh.group("tp")
         programs = record_initialization(self.model, device)
         for name, parameter in self.model.named_parameters():

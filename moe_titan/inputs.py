@@ -9,10 +9,12 @@ from typing import IO
 
 from torchtitan.protocols.model import BaseModelArgs
 
+from float8.convert import Float8Options, convert
 from moe_titan.checkpoint import Found, find_checkpoint
 from moe_titan.config import Config, ConfigError, build_model_args, load_config
 from moe_titan.data import Tokenizer, build_source, build_tokenizer
 from moe_titan.data.source import Source
+from moe_titan.models import build_model
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ def read_inputs(argv: Sequence[str], world_size: int) -> Inputs:
     config = load_config(argv, world_size)
     args = build_model_args(config)
     try:
+        if float8_options(config).enabled:
+            degree = config.parallelism.expert_tensor_parallel_degree
+            convert(build_model(config.model.name, args), float8_options(config), degree)
         tokenizer, source = build_tokenizer(config), build_source(config.training)
         checkpoint = find_checkpoint(config) if config.checkpoint.enable else None
     except ValueError as error:
@@ -46,6 +51,10 @@ def read_inputs(argv: Sequence[str], world_size: int) -> Inputs:
             f"{args.vocab_size}; set it to at least {tokenizer.vocab_size}, or choose another tokenizer"
         )
     return Inputs(config, args, tokenizer, source, checkpoint, _claim_folder(config))
+
+
+def float8_options(config: Config) -> Float8Options:
+    return Float8Options(**vars(config.float8))
 
 
 def _claim_folder(config: Config) -> IO[str] | None:

@@ -16,11 +16,11 @@ class _ConsoleHandler(logging.Handler):
         tqdm.write(self.format(record), file=sys.stderr)
 
 
-def setup_logging(dump_folder: str, rank: int) -> None:
+def setup_logging(dump_folder: str, rank: int, mark: str = "") -> None:
     """Log every rank to `<dump_folder>/logs/rank-R.log` (appending) and rank 0 to the console as well.
 
-    Our own packages log from INFO on, all others from WARNING on; Python warnings become log lines. A second call
-    replaces the first.
+    Our own packages log from INFO on, all others from WARNING on; Python warnings become log lines. `mark` begins
+    every message. A second call replaces the first.
     """
     folder = Path(dump_folder, "logs")
     folder.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def setup_logging(dump_folder: str, rank: int) -> None:
         handlers.append(_ConsoleHandler())
     logging.basicConfig(
         level=logging.WARNING,
-        format="%(asctime)s %(levelname).1s %(message)s",
+        format=f"%(asctime)s %(levelname).1s {mark}%(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",
         handlers=handlers,
         force=True,

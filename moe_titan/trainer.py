@@ -18,7 +18,7 @@ from moe_titan.config import Config, to_toml
 from moe_titan.data import MicroBatch, build_dataloader
 from moe_titan.engine import Engine, StepResult, TrainOptions
 from moe_titan.flops import num_parameters, train_flops_per_token
-from moe_titan.inputs import Inputs
+from moe_titan.inputs import Inputs, float8_options
 from moe_titan.log import setup_logging
 from moe_titan.lr_schedule import lr_factor
 from moe_titan.metrics import MetricsLogger
@@ -35,7 +35,7 @@ class Trainer:
         self.config = config = inputs.config
         self._lock = inputs.lock
         self.device = _start_processes(config)
-        setup_logging(config.job.dump_folder, dist.get_rank())
+        setup_logging(config.job.dump_folder, dist.get_rank(), "[emulated low precision] " if config.float8.emulate else "")
         self._set_determinism()
         args = inputs.model_args
         layout = _layout(config)
@@ -180,6 +180,10 @@ class Trainer:
             return
         resolved = to_toml(self.config)
         (Path(self.config.job.dump_folder) / "config.toml").write_text(resolved)
+        if float8_options(self.config).enabled:
+            conversion = self.engine.conversion
+            (Path(self.config.job.dump_folder) / "float8.txt").write_text(conversion.table())
+            logger.info("low precision, in full in float8.txt:\n%s", conversion.summary())
         if self.config.job.print_config:
             logger.info("configuration:\n%s", resolved)
         logger.info(
@@ -248,6 +252,7 @@ def _train_options(config: Config, eos_id: int) -> TrainOptions:
         sequence_balance_coeff=config.moe.sequence_balance_loss_coeff,
         batch_balance_coeff=config.moe.batch_balance_loss_coeff,
         eos_id=eos_id,
+        float8=float8_options(config),
     )
 
 

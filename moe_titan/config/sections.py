@@ -150,6 +150,20 @@ class Moe:
     batch_balance_loss_coeff: float = key(0.0, "Weight of the balance loss over the batch", at_least(0))
 
 
+_RECIPE = Literal["none", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+
+
+@dataclass
+class Float8:
+    recipe: _RECIPE = key("none", "Low-precision recipe of linear layers outside of routed experts")
+    expert_recipe: _RECIPE = key("none", "Low-precision recipe of routed experts")
+    filter_fqns: list[str] = key([], "Modules whose name contains one of these are not converted")
+    first_layers_bf16: int = key(0, "Layers at the start that are not converted", at_least(0))
+    last_layers_bf16: int = key(0, "Layers at the end that are not converted", at_least(0))
+    expert_weight_grad_bf16: bool = key(False, "Leave the experts' weight gradients out of expert_recipe")
+    emulate: bool = key(False, "Compute the recipes' numbers slowly on any machine, without low-precision hardware")
+
+
 @dataclass
 class Checkpoint:
     enable: bool = key(False, "Save checkpoints, and resume from the newest one")
@@ -230,6 +244,7 @@ class Config:
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
     moe: Moe = field(default_factory=Moe)
+    float8: Float8 = field(default_factory=Float8)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)

@@ -10,7 +10,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "metrics.save_for_all_ranks": (False, "metrics are global; rank 0 writes them"),
     "metrics.enable_wandb": (False, "use metrics.enable_tensorboard, or read metrics.jsonl"),
     "model.tokenizer_path": (None, "use model.hf_assets_path"),
-    "model.converters": ([], "train in bfloat16 or float32 (training.mixed_precision_param)"),
+    "model.converters": ([], "set float8.recipe for linear layers and float8.expert_recipe for experts"),
     "model.print_after_conversion": (False, "leave it out"),
     "optimizer.early_step_in_backward": (False, "it cannot be combined with gradient clipping; leave it out"),
     "training.enable_cpu_offload": (False, 'shard over more ranks, or use activation_checkpoint.mode = "full"'),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moe_titan.config.errors import ConfigError, did_you_mean, one_of, show
+from moe_titan.config.low_precision import check_low_precision
 from moe_titan.config.sections import OVERRIDES, Config
 
 _REPLICATE = "parallelism.data_parallel_replicate_degree"
@@ -75,6 +76,7 @@ def validate(config: Config, model_args: Any, world_size: int) -> list[str]:
         *_check_steps(config),
         *_check_data(config),
         *_check_run(config),
+        *check_low_precision(config),
     ]
 
 
@@ -247,6 +249,9 @@ def _check_run(config: Config) -> Iterator[str]:
     cycle = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < cycle:
         yield config.problem("profiling.profile_freq", f"must be >= profiler_warmup + profiler_active = {cycle}")
+    if config.training.dtype == "bfloat16" and config.training.mixed_precision_param == "float32":
+        what = 'must be "bfloat16" with training.dtype = "bfloat16"; for fp32 compute set training.dtype = "float32"'
+        yield config.problem("training.mixed_precision_param", what)
     if config.compile.enable:
         # Asked only when it matters, since the compiler is slow to import.
         backends = torch._dynamo.list_backends(exclude_tags=())

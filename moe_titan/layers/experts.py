@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torchtitan.models.utils import trunc_normal_
 
-from kernels.expert_mlp import expert_mlp
+from kernels.expert_mlp import HIGH_PRECISION, expert_mlp
 from parallelisms.routing import RoutedTokens
 from parallelisms.sharding_plan import local
 
@@ -21,6 +21,7 @@ class GroupedExperts(nn.Module):
         super().__init__()
         self.num_experts = num_experts
         self.recompute = False
+        self.products = HIGH_PRECISION
         self.w13 = nn.Parameter(torch.empty(num_experts, 2, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
 
@@ -33,4 +34,4 @@ class GroupedExperts(nn.Module):
         """Outputs [R, D] of the local experts, each times its routing weight; rows past the last offset are unspecified."""
         w13_e2FD, w2_eDF = local(self.w13), local(self.w2)
         tokens_ND, weights_P, pair_R, row_NK, offsets_e = routed
-        return expert_mlp(tokens_ND, w13_e2FD, w2_eDF, weights_P, pair_R, row_NK, offsets_e, self.recompute)
+        return expert_mlp(tokens_ND, w13_e2FD, w2_eDF, weights_P, pair_R, row_NK, offsets_e, self.recompute, self.products)

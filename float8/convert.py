@@ -1,0 +1,148 @@
+"""Puts a recipe into the modules of a model, and says which."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from float8.emulation import EmulatedLinear
+from float8.experts import emulated_products
+from float8.recipes import RECIPES
+from kernels.expert_mlp import Products
+
+
+@dataclass(frozen=True)
+class Float8Options:
+    """Recipes of linear layers and of routed experts ("none" or a key of :data:`float8.recipes.RECIPES`), and what is exempt.
+
+    ``filter_fqns``: a module whose name contains one of these stays as it is, as do all modules of the first and last so many
+    blocks. ``expert_weight_grad_bf16``: the experts' weight gradient is not quantised. ``emulate``: compute on any machine what
+    the recipe's kernels would, slowly.
+    """
+
+    recipe: str = "none"
+    expert_recipe: str = "none"
+    filter_fqns: Sequence[str] = ()
+    first_layers_bf16: int = 0
+    last_layers_bf16: int = 0
+    expert_weight_grad_bf16: bool = False
+    emulate: bool = False
+
+    @property
+    def enabled(self) -> bool:
+        return (self.recipe, self.expert_recipe) != ("none", "none")
+
+
+@dataclass
+class Conversion:
+    """Names of modules: ``converted`` with what runs in them, ``left`` with the reason."""
+
+    converted: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def table(self) -> str:
+        """A line per module: its name and what became of it."""
+        lines = [f"{name}: {recipe}" for name, recipe in self.converted.items()]
+        return "\n".join([*lines, *(f"{name}: left, {reason}" for name, reason in self.left.items()), ""])
+
+    def summary(self) -> str:
+        """A line per kind of module, with the number of such modules in brackets."""
+        kinds = Counter(re.sub(r"\.\d+\.", ".*.", line) for line in self.table().splitlines())
+        return "\n".join(f"{kind} ({count})" for kind, count in kinds.items())
+
+
+def convert(model: nn.Module, options: Float8Options, expert_tensor_parallel_degree: int = 1) -> Conversion:
+    """Converts the blocks' linear layers and experts, in place and under the same names, before any parallelism.
+
+    Never converted: router, embedding, norms, head, attention core.
+
+    Raises:
+        ValueError: a recipe finds no module to convert, or a filter none to exempt.
+    """
+    candidates = list(_candidates(model, options))
+    names = [name for name, _, _ in candidates]
+    for text in options.filter_fqns:
+        if not any(text in name for name in names):
+            raise ValueError(f'float8.filter_fqns: "{text}" is part of no name that a recipe could convert: {_kinds(names)}')
+    result = Conversion()
+    for name, module, key in candidates:
+        recipe = getattr(options, key)
+        reason = _exempt(name, len(model.layers), options) or _untiled(module, recipe, expert_tensor_parallel_degree)
+        if reason:
+            result.left[name] = reason
+        else:
+            _convert_module(model, name, module, recipe, options)
+            result.converted[name] = f"{recipe}, emulated" if options.emulate else recipe
+    for key in ("recipe", "expert_recipe"):
+        _check_converted(options, key, [name for name, _, other in candidates if other == key], result)
+    return result
+
+
+def _candidates(model: nn.Module, options: Float8Options) -> Iterator[tuple[str, nn.Module, str]]:
+    """Modules that a chosen recipe is for, with the name of its option."""
+    for name, module in model.layers.named_modules(prefix="layers"):
+        if isinstance(getattr(module, "products", None), Products):
+            key = "expert_recipe"
+        elif isinstance(module, nn.Linear) and ".router." not in name:
+            key = "recipe"
+        else:
+            continue
+        if getattr(options, key) != "none":
+            yield name, module, key
+
+
+def _exempt(name: str, num_layers: int, options: Float8Options) -> str | None:
+    index = int(name.split(".")[1])
+    if index < options.first_layers_bf16:
+        return f"one of the first {options.first_layers_bf16} layers"
+    if index >= num_layers - options.last_layers_bf16:
+        return f"one of the last {options.last_layers_bf16} layers"
+    matches = [text for text in options.filter_fqns if text in name]
+    return f'contains "{matches[0]}"' if matches else None
+
+
+def _untiled(module: nn.Module, recipe: str, expert_tensor_parallel_degree: int) -> str | None:
+    """Why the recipe's kernels cannot cut the module's weights into tiles."""
+    if isinstance(module, nn.Linear):
+        if module.bias is not None:
+            return "has a bias"
+        sizes = module.in_features, module.out_features
+    else:
+        sizes = module.w2.shape[1], module.w2.shape[2] // expert_tensor_parallel_degree
+    tile = RECIPES[recipe].tile
+    wrong = [str(size) for size in sizes if size % tile]
+    return f"{' and '.join(wrong)} not a multiple of {tile}" if wrong else None
+
+
+def _convert_module(model: nn.Module, name: str, module: nn.Module, recipe: str, options: Float8Options) -> None:
+    if not isinstance(module, nn.Linear):
+        module.products = emulated_products(RECIPES[recipe], options.expert_weight_grad_bf16)
+        return
+    linear = EmulatedLinear(module, RECIPES[recipe]) if options.emulate else _torchao_linear(module, recipe)
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, linear)
+
+
+def _torchao_linear(linear: nn.Linear, recipe: str) -> nn.Linear:
+    from torchao.float8.config import Float8LinearConfig  # slow to import
+    from torchao.float8.float8_linear import Float8Linear
+
+    return Float8Linear.from_float(linear, Float8LinearConfig.from_recipe_name(recipe))
+
+
+def _check_converted(options: Float8Options, key: str, candidates: list[str], result: Conversion) -> None:
+    recipe = getattr(options, key)
+    if recipe == "none" or any(name in result.converted for name in candidates):
+        return
+    what = "expert layer" if key == "expert_recipe" else "linear layer"
+    reasons = Counter(result.left[name] for name in candidates)
+    why = "; ".join(f"{count} left: {reason}" for reason, count in reasons.items()) or "the model has none"
+    raise ValueError(
+        f'float8.{key} = "{recipe}" converts no {what} ({why}); choose another recipe, exempt less, or set it to "none"'
+    )
+
+
+def _kinds(names: list[str]) -> str:
+    return ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})) or "there is none"

@@ -1,0 +1,25 @@
+"""Which recipes run where."""
+
+CAPABILITY: dict[str, tuple[int, int]] = {
+    "tensorwise": (9, 0),
+    "rowwise": (9, 0),
+    "blockwise": (9, 0),
+    "mxfp8": (10, 0),
+    "nvfp4": (10, 0),
+}
+"""Compute capability from which on tensor cores multiply a recipe's operands (9.0: Hopper, 10.0: Blackwell)."""
+
+KERNELS: dict[str, tuple[str, ...]] = {"linears": ("tensorwise", "rowwise"), "experts": ()}
+"""Recipes that there are kernels for; all others need emulation."""
+
+TILE = 16
+"""What the number of tokens must be a multiple of for the kernels of linear layers, which sum over it in the weight gradient."""
+
+
+def runnable(part: str, capability: tuple[int, int] | None) -> list[str]:
+    """Recipes that run without emulation for "linears" or "experts" on a GPU of the given capability, None for no GPU."""
+    return [recipe for recipe in KERNELS[part] if supports(recipe, capability)]
+
+
+def supports(recipe: str, capability: tuple[int, int] | None) -> bool:
+    return capability is not None and capability >= CAPABILITY[recipe]

@@ -1,0 +1,56 @@
+"""Checks of the section `[float8]`: its keys among each other, the layout, and the hardware."""
+
+from collections.abc import Iterator
+
+import torch
+
+from float8.hardware import TILE, runnable, supports
+from moe_titan.config.errors import one_of, show
+from moe_titan.config.sections import Config, Float8
+
+_PARTS = {"float8.recipe": "linears", "float8.expert_recipe": "experts"}
+_TP = "parallelism.tensor_parallel_degree"
+
+
+def check_low_precision(config: Config) -> Iterator[str]:
+    """One line per problem."""
+    recipes = {name: config.get(name) for name in _PARTS if config.get(name) != "none"}
+    if not recipes:
+        yield from _check_unused(config)
+        return
+    if config.float8.expert_weight_grad_bf16 and "float8.expert_recipe" not in recipes:
+        yield config.problem("float8.expert_weight_grad_bf16", "needs float8.expert_recipe")
+    if "float8.recipe" in recipes and config.get(_TP) > 1:
+        yield config.problem(_TP, "must be 1 with float8.recipe, which cannot split linear layers yet; float8.expert_recipe can")
+    if config.float8.emulate:
+        return
+    for name, recipe in recipes.items():
+        yield from _check_hardware(config, name, recipe)
+    tokens = config.training.local_batch_size * config.training.seq_len
+    if "float8.recipe" in recipes and tokens % TILE:
+        what = f"times local_batch_size gives {tokens} tokens, which must be a multiple of {TILE} with float8.recipe"
+        yield config.problem("training.seq_len", f"{what}; change either")
+
+
+def _check_unused(config: Config) -> Iterator[str]:
+    for name, default in vars(Float8()).items():
+        if config.get(f"float8.{name}") != default:
+            yield config.problem(f"float8.{name}", "needs float8.recipe or float8.expert_recipe")
+
+
+def _check_hardware(config: Config, name: str, recipe: str) -> Iterator[str]:
+    device, capability = _device()
+    choices = runnable(_PARTS[name], capability)
+    if recipe not in choices:
+        lacks = f"has no kernels for {_PARTS[name]} yet" if supports(recipe, capability) else f"{device} cannot multiply it"
+        cure = f"use {one_of(choices)}, which run there, or " if choices else ""
+        yield config.problem(name, f"{lacks}; {cure}set float8.emulate = true to compute the same numbers slowly")
+    elif config.training.mixed_precision_param != "bfloat16":
+        yield config.problem("training.mixed_precision_param", f'must be "bfloat16" with {name} = {show(recipe)}')
+
+
+def _device() -> tuple[str, tuple[int, int] | None]:
+    if not torch.cuda.is_available():
+        return "a CPU", None
+    capability = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]})", capability

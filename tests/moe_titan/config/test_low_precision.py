@@ -1,0 +1,95 @@
+"""Low-precision settings that are refused: what the hardware lacks, what excludes what, and keys without effect."""
+
+import pytest
+import torch
+
+from float8.hardware import CAPABILITY
+from moe_titan.config import ConfigError, load_config
+
+MOE = ["--model.name=qwen3", "--model.flavor=debugmodel_moe", "--training.tokenizer=byte"]
+GPUS = {"NVIDIA A100": (8, 0), "NVIDIA H200": (9, 0), "NVIDIA B200": (10, 0)}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    def choose(name: str | None) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: name is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: GPUS[name])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+
+    return choose
+
+
+def refusal(*flags: str, world_size: int = 1) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config([*MOE, *(f"--float8.{flag}" for flag in flags)], world_size)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", CAPABILITY)
+def test_emulation_runs_everywhere(gpu, recipe) -> None:
+    for name in (None, *GPUS):
+        gpu(name)
+        config = load_config([*MOE, f"--float8.recipe={recipe}", f"--float8.expert_recipe={recipe}", "--float8.emulate"], 1)
+        assert config.float8.expert_recipe == recipe
+
+
+def test_hardware_is_named_with_what_runs_there(gpu) -> None:
+    for name, device in ((None, "a CPU"), ("NVIDIA A100", "NVIDIA A100 (compute capability 8.0)")):
+        gpu(name)
+        for recipe in CAPABILITY:
+            problem = refusal(f"recipe={recipe}")
+            assert f'float8.recipe = "{recipe}": {device} cannot multiply it; set float8.emulate = true' in problem
+    gpu("NVIDIA H200")
+    choices = 'use one of "tensorwise", "rowwise", which run there, or set float8.emulate = true'
+    for recipe in ("mxfp8", "nvfp4"):
+        problem = refusal(f"recipe={recipe}", f"expert_recipe={recipe}")
+        device = "NVIDIA H200 (compute capability 9.0) cannot multiply it"
+        assert f'float8.recipe = "{recipe}": {device}; {choices}' in problem
+        assert f'float8.expert_recipe = "{recipe}": {device}; set float8.emulate = true' in problem
+    assert f"has no kernels for linears yet; {choices}" in refusal("recipe=blockwise")
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA B200"])
+def test_what_has_kernels_runs(gpu, name) -> None:
+    gpu(name)
+    for recipe in ("tensorwise", "rowwise"):
+        assert load_config([*MOE, f"--float8.recipe={recipe}"], 1).float8.recipe == recipe
+        assert "has no kernels for experts yet; set float8.emulate = true" in refusal(f"expert_recipe={recipe}")
+
+
+def test_kernels_compute_in_bf16(gpu) -> None:
+    gpu("NVIDIA H200")
+    with pytest.raises(ConfigError, match='mixed_precision_param = "float32": must be "bfloat16" with float8.recipe = "rowwise"'):
+        load_config([*MOE, "--float8.recipe=rowwise", "--training.mixed_precision_param=float32"], 1)
+
+
+def test_kernels_take_whole_tiles_of_tokens(gpu) -> None:
+    gpu("NVIDIA H200")
+    argv = [*MOE, "--float8.recipe=rowwise", "--training.local_batch_size=2"]
+    with pytest.raises(ConfigError, match="seq_len = 100: times local_batch_size gives 200 tokens, .* multiple of 16"):
+        load_config([*argv, "--training.seq_len=100"], 1)
+    for extra in (["--training.seq_len=104"], ["--training.seq_len=100", "--float8.emulate=true"]):
+        load_config([*argv, *extra], 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragment"),
+    [
+        (["recipe=fp8"], 'float8.recipe = "fp8": must be one of "none", "tensorwise"'),
+        (["emulate"], "float8.emulate = true: needs float8.recipe or float8.expert_recipe"),
+        (["filter_fqns=wq"], 'float8.filter_fqns = ["wq"]: needs float8.recipe or float8.expert_recipe'),
+        (["first_layers_bf16=1"], "float8.first_layers_bf16 = 1: needs float8.recipe or float8.expert_recipe"),
+        (["emulate", "recipe=mxfp8", "expert_weight_grad_bf16"], "expert_weight_grad_bf16 = true: needs float8.expert_recipe"),
+        (["emulate", "recipe=mxfp8", "last_layers_bf16=-1"], "float8.last_layers_bf16 = -1: must be >= 0"),
+    ],
+)
+def test_settings_without_effect(flags, fragment) -> None:
+    assert fragment in refusal(*flags)
+
+
+def test_linear_layers_cannot_be_split() -> None:
+    argv = [*MOE, "--parallelism.tensor_parallel_degree=2", "--float8.emulate=true"]
+    with pytest.raises(ConfigError, match="tensor_parallel_degree = 2: must be 1 with float8.recipe"):
+        load_config([*argv, "--float8.recipe=mxfp8"], 2)
+    assert load_config([*argv, "--float8.expert_recipe=mxfp8"], 2).float8.recipe == "none"
