@@ -45,5 +45,6 @@ class EmulatedLinear(nn.Linear):
         self.weight = linear.weight
         self.recipe = recipe
 
+    @torch.compiler.disable  # torch 2.11 compiles the function above into one without a gradient
     def forward(self, input: Tensor) -> Tensor:
         return _EmulatedLinear.apply(input.flatten(0, -2), self.weight, self.recipe).unflatten(0, input.shape[:-1])

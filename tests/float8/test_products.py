@@ -87,11 +87,15 @@ def test_linear_equals_that_of_torchao(recipe) -> None:
         assert error(actual, expected) < 2**-9
 
 
-def test_linear_compiles_whole() -> None:
+def test_linear_has_its_gradients_in_a_compiled_block() -> None:
     layer = EmulatedLinear(torch.nn.Linear(32, 48, bias=False), RECIPES["nvfp4"])
     x = torch.randn(2, 20, 32, requires_grad=True)
     results = []
-    for forward in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return layer(2 * x)
+
+    for forward in (block, torch.compile(block, backend="aot_eager")):
         y = forward(x)
         results.append((y, *torch.autograd.grad(y.sin().sum(), (x, layer.weight))))
     assert all(map(torch.equal, *results))
