@@ -346,7 +346,7 @@ def test_export(pool, straight, corpus, tmp_path) -> None:
             "  6 of another shape: layers.1.moe.experts.w1 [6, 16, 24] (needed: [6, 32, 24]), ",
         ),
         (
-            {"training.dtype": "bfloat16"},
+            {"training.dtype": "bfloat16", "training.mixed_precision_param": "bfloat16"},
             False,
             "  78 of another type: layers.0.attention.kv_norm.weight float32 (needed: bfloat16), ",
         ),
