@@ -39,13 +39,18 @@ def adamw_reference_(
     weight_decay: float,
     step: int,
 ) -> None:
-    master = weight if low is None else join_fp32(weight, low)
-    grad = grad.to(master.dtype) * scale
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    denominator = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(eps)
-    master.mul_(1 - lr * weight_decay).addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
-    if low is not None:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    master = weight.to(wide) if low is None else join_fp32(weight, low)
+    grad, mean, square = grad.to(wide) * scale, exp_avg.to(wide), exp_avg_sq.to(wide)
+    mean = mean.lerp(grad, 1 - beta1)
+    square = (beta2 * square).addcmul_(grad, grad, value=1 - beta2)
+    denominator = (square / (1 - beta2**step)).sqrt_().add_(eps)
+    master = (master * (1 - lr * weight_decay)).addcdiv_(mean, denominator, value=-lr / (1 - beta1**step))
+    exp_avg.copy_(mean)
+    exp_avg_sq.copy_(square)
+    if low is None:
+        weight.copy_(master)
+    else:
         for half, value in zip((weight, low), split_fp32(master), strict=True):
             half.copy_(value)
 
@@ -62,22 +67,22 @@ def _adamw_kernel(
         low = tl.load(low_ptr + n, mask=mask, other=0).to(tl.int32)
         weight = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
-        weight = tl.load(weight_ptr + n, mask=mask, other=0.0)
+        weight = tl.load(weight_ptr + n, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + n, mask=mask, other=0.0).to(tl.float32) * tl.load(scale_ptr)
-    exp_avg = tl.load(exp_avg_ptr + n, mask=mask, other=0.0)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr + n, mask=mask, other=0.0)
+    exp_avg = tl.load(exp_avg_ptr + n, mask=mask, other=0.0).to(tl.float32)
+    exp_avg_sq = tl.load(exp_avg_sq_ptr + n, mask=mask, other=0.0).to(tl.float32)
     exp_avg += (1 - beta1) * (grad - exp_avg)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
     weight = decay * weight - step_size * exp_avg / (tl.sqrt(exp_avg_sq / correction2) + eps)
-    tl.store(exp_avg_ptr + n, exp_avg, mask=mask)
-    tl.store(exp_avg_sq_ptr + n, exp_avg_sq, mask=mask)
+    tl.store(exp_avg_ptr + n, exp_avg.to(exp_avg_ptr.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq_ptr + n, exp_avg_sq.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
     if SPLIT:
         bits = tl.where(weight == weight, weight.to(tl.int32, bitcast=True), NAN)
         high = (bits + 0x8000) >> 16
         tl.store(weight_ptr + n, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
         tl.store(low_ptr + n, (bits - (high << 16)).to(tl.int16), mask=mask)
     else:
-        tl.store(weight_ptr + n, weight, mask=mask)
+        tl.store(weight_ptr + n, weight.to(weight_ptr.dtype.element_ty), mask=mask)
 
 
 def _launch(
@@ -111,7 +116,8 @@ def adamw_(
     """One step of AdamW (arXiv 1711.05101), in place, for the gradient ``grad * scale``.
 
     Args:
-        weight: fp32 or fp64, or bf16 with ``low``; contiguous, like everything elementwise beside it.
+        weight: any floating dtype, or bf16 with ``low``; the arithmetic is at least fp32. Contiguous, like everything elementwise
+            beside it.
         low: int16, the lower halves of the fp32 numbers whose upper ones ``weight`` holds.
         grad: any floating dtype.
         exp_avg, exp_avg_sq: moments in the dtype of the whole weight.

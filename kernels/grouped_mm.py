@@ -86,7 +86,7 @@ def _(a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor, tile: list[int]) -> Tensor
     return a_RK.new_empty(a_RK.shape[0], b_EKN.shape[2])
 
 
-def has_native_kernel(a: Tensor) -> bool:
+def _has_native_kernel(a: Tensor) -> bool:
     return a.is_cuda and a.dtype == torch.bfloat16
 
 
@@ -103,7 +103,7 @@ def grouped_mm(a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     """
     if not len(a_RK):
         return a_RK.new_empty(0, b_EKN.shape[2])
-    if not has_native_kernel(a_RK):
+    if not _has_native_kernel(a_RK):
         return grouped_mm_reference(a_RK, b_EKN, offsets_E)
     E, K, N = b_EKN.shape
     if (b_EKN.stride(1) == 1, K, N) in _FASTER and len(a_RK) >= 512 * E:
@@ -115,6 +115,6 @@ def grouped_mm_weight_grad(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor) -> 
     """``out[e] = grad[rows of e]^T @ a[rows of e]``: [E, N, K], zero for an empty group. Arguments as in :func:`grouped_mm`."""
     if not len(a_RK):
         return a_RK.new_zeros(len(offsets_E), grad_RN.shape[1], a_RK.shape[1])
-    if has_native_kernel(a_RK):
+    if _has_native_kernel(a_RK):
         return torch._grouped_mm(grad_RN.t(), a_RK, offs=offsets_E)
     return grouped_mm_weight_grad_reference(grad_RN, a_RK, offsets_E)

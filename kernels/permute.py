@@ -114,18 +114,6 @@ def _(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     return rows_RD.new_empty(row_TK.shape[0], rows_RD.shape[1])
 
 
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_TD: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
-        ctx.save_for_backward(row_TK)
-        return spread_rows(x_TD, row_TK, num_rows)
-
-    @staticmethod
-    def backward(ctx, grad_RD: Tensor):
-        (row_TK,) = ctx.saved_tensors
-        return gather_sum(grad_RD, row_TK), None, None
-
-
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows_RD: Tensor, row_TK: Tensor) -> Tensor:
@@ -137,11 +125,6 @@ class _Unpermute(torch.autograd.Function):
     def backward(ctx, grad_TD: Tensor):
         (row_TK,) = ctx.saved_tensors
         return spread_rows(grad_TD, row_TK, ctx.num_rows), None
-
-
-def permute(x_TD: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
-    """Copies tokens into rows, ``rows[row_TK[t, k]] = x[t]``; others are unspecified. See :func:`spread_rows`."""
-    return _Permute.apply(x_TD, row_TK, num_rows)
 
 
 def unpermute(rows_RD: Tensor, row_TK: Tensor) -> Tensor:

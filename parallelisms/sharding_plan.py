@@ -69,11 +69,11 @@ def _sharded_over_tp(parameter: nn.Parameter) -> bool:
 
 def _expert_shard_dim(parameter: nn.Parameter, shards: int) -> int:
     """By expert while every shard gets one, else within experts, along a divisible dimension that etp leaves whole."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if local.shape[0] >= shards:
+    held = local(parameter)
+    if held.shape[0] >= shards:
         return 0
     cut = {p.dim for p in parameter.placements if isinstance(p, Shard)} if isinstance(parameter, DTensor) else set()
-    inner = [dim for dim in range(local.ndim - 1, 0, -1) if dim not in cut and local.shape[dim] % shards == 0]
+    inner = [dim for dim in range(held.ndim - 1, 0, -1) if dim not in cut and held.shape[dim] % shards == 0]
     return inner[0] if inner else 0
 
 

@@ -1,20 +1,18 @@
 """Reading a checkpoint without running anything that it holds, after its files have been checked."""
 
-import io
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
 
 from moe_titan.checkpoint.errors import CheckpointError, first_cause
 from moe_titan.checkpoint.folder import previous
 from moe_titan.interchange import InterchangeError
+from moe_titan.interchange.dcp import LoadPlanner
 from moe_titan.interchange.dialects import to_dialect
 from moe_titan.interchange.manifest import damage, read_manifest, recorded_files
 from moe_titan.interchange.metadata import read_metadata
@@ -52,7 +50,7 @@ class StoredRun:
         Raises:
             CheckpointError: it cannot be read, and some of the tensors may have been written.
         """
-        planner = _Planner()
+        planner = LoadPlanner()
         wanted = {self._stored[key]: value for key, value in state.items()}
         try:
             dcp.load(wanted, storage_reader=_Reader(self.path, self._metadata), planner=planner)
@@ -80,14 +78,3 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
-
-
-class _Planner(DefaultLoadPlanner):
-    """Reads objects, which DCP pickles, as numbers, texts and tensors alone."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False)
-        self.objects: dict[str, Any] = {}
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.objects[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

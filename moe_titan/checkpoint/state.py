@@ -66,7 +66,7 @@ class RunState:
         for name, count in optimizer.step_counts():
             for logical, _ in logical_tensors(name, optimizer.parameters[name]):
                 state[f"optimizer.state.{logical}.step"] = count.cpu().clone()
-        state |= {f"{self._random_key}.{device}": state for device, state in _random_states(self.engine.device).items()}
+        state |= {f"{self._random_key}.{kind}": random for kind, random in _random_states(self.engine.device).items()}
         return state | {
             "lr_scheduler.last_epoch": progress.schedule_step,
             "train_state.step": progress.step,

@@ -79,18 +79,24 @@ class Checkpoint:
 
     def _read(self, key: str, target: Any) -> Any:
         stored = self.stored[key]
-        planner = _LoadPlanner(flatten_state_dict=False)
+        planner = LoadPlanner()
         planner.set_up_planner({stored: target}, self.metadata, is_coordinator=True)
         try:
             self._reader.read_data(planner.create_local_plan(), planner).wait()
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
             raise InterchangeError(f"{self.path}: {key} cannot be read ({error}); use another checkpoint") from error
-        return planner.state_dict[stored]
+        return planner.objects.get(stored, target)
 
 
-class _LoadPlanner(DefaultLoadPlanner):
+class LoadPlanner(DefaultLoadPlanner):
+    """Reads objects, which DCP pickles, as numbers, texts and tensors alone, into ``objects``; tensors in place."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.objects: dict[str, Any] = {}
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        self.objects[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 def write_checkpoint(path: Path, tensors: dict[str, Parts], dialect: str) -> None:

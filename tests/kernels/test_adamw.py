@@ -51,6 +51,16 @@ def test_equals_torch(split, grad_dtype) -> None:
         assert torch.equal(weight, split_fp32(master)[0])
 
 
+def test_bf16_weights_are_rounded_once() -> None:
+    torch.manual_seed(2)
+    bf16 = [torch.randn(99).bfloat16(), 0.1 * torch.randn(99).bfloat16(), torch.rand(99).bfloat16()]
+    fp32, grad = [tensor.float() for tensor in bf16], torch.randn(99).bfloat16()
+    for weight, *moments in (bf16, fp32):
+        adamw_(weight, None, grad, *moments, torch.tensor(0.3), 0.01, *SETTINGS.values(), 3)
+    for kept, exact in zip(bf16, fp32, strict=True):
+        assert kept.dtype == torch.bfloat16 and torch.equal(kept, exact.bfloat16())
+
+
 def test_op_is_registered_correctly() -> None:
     weight, low = split_fp32(torch.randn(6))
     moments = torch.zeros(6), torch.zeros(6)

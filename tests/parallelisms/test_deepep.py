@@ -6,8 +6,8 @@ import fake_deep_ep
 import pytest
 import torch
 import torch.distributed as dist
+from rows import place_rows
 
-from kernels.permute import permute
 from kernels.sort import sort_pairs
 from parallelisms.dispatch import build_dispatcher
 from parallelisms.routing import PairOrder, Routing
@@ -27,8 +27,8 @@ def round_trip(kind: str, dropped: int) -> list[torch.Tensor]:
     dispatcher = build_dispatcher(kind, EXPERTS, dist.group.WORLD, world, 1, max_tokens=T, programs=4)
     order = PairOrder(*sort_pairs(experts_TK.flatten(), EXPERTS))
     routed, handle = dispatcher.dispatch(x_TD, Routing(experts_TK, weights_TK, order))
-    rows_RD = permute(routed.tokens_ND, routed.row_NK, len(routed.pair_R))
-    weights_R1 = permute(routed.weights_P[:, None], routed.row_NK.reshape(-1, 1), len(routed.pair_R))
+    rows_RD = place_rows(routed.tokens_ND, routed.row_NK, len(routed.pair_R))
+    weights_R1 = place_rows(routed.weights_P[:, None], routed.row_NK.reshape(-1, 1), len(routed.pair_R))
     expert_R = torch.searchsorted(routed.offsets_e, torch.arange(len(rows_RD)), right=True) + 1
     y_TD = dispatcher.combine((rows_RD * weights_R1 * expert_R[:, None]).bfloat16(), handle)
     return [routed.offsets_e, rows_RD.detach(), weights_R1.detach(), y_TD.detach(), *torch.autograd.grad(y_TD, inputs, grad_TD)]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from rows import place_rows
 
-from kernels.permute import permute
 from kernels.sort import sort_pairs
 from parallelisms.dispatch import build_dispatcher
 from parallelisms.dispatch.local import LocalDispatcher
@@ -28,8 +28,8 @@ def make_routing(rank: int, fill: str) -> Routing:
 
 def rows_of(routed: RoutedTokens) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows that the routed tokens name, [R, D], and their weights, [R]: zero past the last offset."""
-    rows_RD = permute(routed.tokens_ND, routed.row_NK, len(routed.pair_R))
-    weights_R = permute(routed.weights_P[:, None], routed.row_NK.reshape(-1, 1), len(routed.pair_R)).squeeze(1)
+    rows_RD = place_rows(routed.tokens_ND, routed.row_NK, len(routed.pair_R))
+    weights_R = place_rows(routed.weights_P[:, None], routed.row_NK.reshape(-1, 1), len(routed.pair_R)).squeeze(1)
     choices = routed.row_NK.shape[1]
     assert all(pair // choices == n for r, pair in enumerate(routed.pair_R.tolist()) if pair >= 0 for n in [named(routed, r)])
     return rows_RD, weights_R

@@ -5,8 +5,8 @@ import tiny
 import torch
 import torch.distributed as dist
 from layout_runs import CLIPPED, assert_bitwise_replicas, assert_same_run, train
+from rows import place_rows
 
-from kernels.permute import permute
 from kernels.sort import sort_pairs
 from parallelisms.dispatch import build_dispatcher
 from parallelisms.folded_mesh import Layout
@@ -59,8 +59,8 @@ def _compiled_layer() -> list[float]:
 
     def layer(x_TD, weights_TK):
         routed, handle = dispatcher.dispatch(x_TD.sin(), Routing(experts_TK, weights_TK, order))
-        rows_RD = permute(routed.tokens_ND, routed.row_NK, len(routed.pair_R))
-        weights_R1 = permute(routed.weights_P[:, None], routed.row_NK.view(-1, 1), len(routed.pair_R))
+        rows_RD = place_rows(routed.tokens_ND, routed.row_NK, len(routed.pair_R))
+        weights_R1 = place_rows(routed.weights_P[:, None], routed.row_NK.view(-1, 1), len(routed.pair_R))
         return dispatcher.combine(rows_RD * weights_R1, handle).square()
 
     results = []

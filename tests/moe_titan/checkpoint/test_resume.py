@@ -5,11 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import trainer_runs
+from checkpoint_runs import assert_equal
 from layout_runs import relative_error
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -67,16 +67,6 @@ def straight(pool, corpus, tmp_path_factory):
 
 def run_one(pool, *argv_parts: Any) -> tuple[dict, dict]:
     return pool.run(1, trainer_runs.run, arguments(*argv_parts), group=False)[0]
-
-
-def assert_equal(actual: Any, expected: Any, where: str = "") -> None:
-    """Bitwise, in nested dictionaries of arrays and numbers."""
-    if isinstance(expected, dict):
-        assert actual.keys() == expected.keys(), where
-        for key in expected:
-            assert_equal(actual[key], expected[key], f"{where} {key}")
-    else:
-        np.testing.assert_array_equal(actual, expected, strict=isinstance(expected, np.ndarray), err_msg=where)
 
 
 def numbers(folder: Path) -> list[tuple]:
