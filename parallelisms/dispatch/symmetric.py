@@ -3,6 +3,7 @@
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +24,16 @@ def open_exchange(group: ProcessGroup, max_tokens: int, programs: int) -> str:
 
 
 def _allocator(group: ProcessGroup) -> Allocate:
+    owners: list[Any] = []
+
     def allocate(nbytes: int, device: torch.device) -> list[Tensor]:
-        return _on_gpus(nbytes, device, group) if device.type == "cuda" else _between_processes(nbytes, group)
+        return _on_gpus(nbytes, device, group, owners) if device.type == "cuda" else _between_processes(nbytes, group)
 
     return allocate
 
 
-def _on_gpus(nbytes: int, device: torch.device, group: ProcessGroup) -> list[Tensor]:
+def _on_gpus(nbytes: int, device: torch.device, group: ProcessGroup, owners: list[Any]) -> list[Tensor]:
+    """Adds to ``owners`` what must live as long as the memory: the returned tensors only point to it."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device).zero_()
@@ -38,6 +42,7 @@ def _on_gpus(nbytes: int, device: torch.device, group: ProcessGroup) -> list[Ten
     except RuntimeError as error:
         error.add_note('moe.dispatcher = "nvlink" needs ranks whose GPUs reach each other over NVLink; use "alltoall" elsewhere')
         raise
+    owners += [own, handle]
     memories = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
     torch.cuda.synchronize(device)
     dist.barrier(group=group, device_ids=[device.index])
