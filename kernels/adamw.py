@@ -39,6 +39,8 @@ def adamw_reference_(
     weight_decay: float,
     step: int,
 ) -> None:
+    if scale.isnan():
+        return
     wide = torch.promote_types(weight.dtype, torch.float32)
     master = weight.to(wide) if low is None else join_fp32(weight, low)
     grad, mean, square = grad.to(wide) * scale, exp_avg.to(wide), exp_avg_sq.to(wide)
@@ -61,14 +63,15 @@ def _adamw_kernel(
     N, decay, step_size, beta1, beta2, correction2, eps, SPLIT: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = n < N
+    scale = tl.load(scale_ptr)
+    mask = n < tl.where(scale == scale, N, 0)
     if SPLIT:
         high = tl.load(weight_ptr + n, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
         low = tl.load(low_ptr + n, mask=mask, other=0).to(tl.int32)
         weight = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
         weight = tl.load(weight_ptr + n, mask=mask, other=0.0).to(tl.float32)
-    grad = tl.load(grad_ptr + n, mask=mask, other=0.0).to(tl.float32) * tl.load(scale_ptr)
+    grad = tl.load(grad_ptr + n, mask=mask, other=0.0).to(tl.float32) * scale
     exp_avg = tl.load(exp_avg_ptr + n, mask=mask, other=0.0).to(tl.float32)
     exp_avg_sq = tl.load(exp_avg_sq_ptr + n, mask=mask, other=0.0).to(tl.float32)
     exp_avg += (1 - beta1) * (grad - exp_avg)
@@ -121,7 +124,7 @@ def adamw_(
         low: int16, the lower halves of the fp32 numbers whose upper ones ``weight`` holds.
         grad: any floating dtype.
         exp_avg, exp_avg_sq: moments in the dtype of the whole weight.
-        scale: one-element fp32 tensor on the device.
+        scale: one-element fp32 tensor on the device; NaN leaves everything as it is.
         step: how many steps this one makes, from 1.
     """
     launches = weight.is_cuda and weight.dtype != torch.float64

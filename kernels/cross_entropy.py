@@ -143,7 +143,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             if differentiate:
                 cross_entropy_backward_(logits_tV, labels_t, lse_t, trained_t.to(wide), first)
                 grad_h_parts.append(logits_tV @ weight_VD)
-                grad_weight_VD += logits_tV.t() @ h_tD
+                _add_product(grad_weight_VD, logits_tV.t(), h_tD)
         if differentiate:
             ctx.save_for_backward(torch.cat(grad_h_parts), grad_weight_VD.to(weight_VD.dtype))
         return loss
@@ -152,6 +152,14 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         grad_h_TD, grad_weight_VD = ctx.saved_tensors
         return grad_h_TD * grad, grad_weight_VD * grad, *[None] * 4
+
+
+def _add_product(sum_VD: Tensor, a_VT: Tensor, b_TD: Tensor) -> None:
+    """``sum += a @ b``; on a GPU in the product's own epilogue, unrounded."""
+    if sum_VD.is_cuda and sum_VD.dtype != a_VT.dtype:
+        torch.addmm(sum_VD, a_VT, b_TD, out_dtype=sum_VD.dtype, out=sum_VD)
+    else:
+        sum_VD += a_VT @ b_TD
 
 
 def _reduced(max_T: Tensor, sum_T: Tensor, target_T: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -17,7 +17,8 @@ from moe_titan.layers.balance_loss import BalanceLoss
 from moe_titan.layers.load_balancer import LoadBalancer
 from moe_titan.layers.moe import MoE
 from moe_titan.models import attention_masks, build_model
-from moe_titan.optimizer import NonFiniteGradient, ShardedAdamW
+from moe_titan.optimizer import ShardedAdamW
+from moe_titan.step_result import StepResult
 from parallelisms.dispatch.capacity import RowCapacity
 from parallelisms.folded_mesh import FoldedMesh
 from parallelisms.parallelize import ParallelOptions, parallelize
@@ -43,18 +44,6 @@ class TrainOptions:
     batch_balance_coeff: float = 0.0
     eos_id: int = 0
     float8: Float8Options = Float8Options()
-
-
-@dataclass
-class StepResult:
-    """``loss`` per trained token of the global batch, ``grad_norm`` before clipping, ``tokens`` trained in the global batch;
-    ``expert_load`` int64 tokens per expert by layer; all the same on every rank."""
-
-    loss: float
-    grad_norm: float
-    tokens: int
-    expert_load: dict[str, Tensor] = field(default_factory=dict)
-    balance_loss: float | None = None
 
 
 class Engine:
@@ -102,8 +91,8 @@ class Engine:
     def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Trains on this rank's micro-batches (equally many, equally shaped on every rank).
 
-        Raises:
-            NonFiniteGradient: loss or gradient is not finite; no parameter has changed.
+        Does not wait for the device. A loss or gradient that is not finite changes no parameter, and the result tells of it;
+        until somebody has waited for that result, further steps change nothing either.
         """
         self.model.train()
         self.optimizer.expect(len(micro_batches))
@@ -111,12 +100,9 @@ class Engine:
         loss, balance = self._with_room_for_all(lambda: self._train_on(micro_batches, denominator))
         if self.mesh.data_group is not None:
             dist.all_reduce(loss, group=self.mesh.data_group)
-        try:
-            norm = self.optimizer.step(lr, self.options.max_norm)
-        except NonFiniteGradient as error:
-            raise NonFiniteGradient(f"{error}; the loss is {loss.item()}") from None
-        load = self.balancer.step()
-        return StepResult(loss.item(), norm.item(), int(denominator), load, self._total(balance))
+        update = self.optimizer.step(lr, self.options.max_norm)
+        load = self.balancer.step(self.optimizer.halted)
+        return StepResult(self.optimizer, update, loss, denominator, load, self._total(balance))
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -131,7 +117,7 @@ class Engine:
     def count_trained(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Trained tokens of the global batch: the one number that losses are divided by. fp64 scalar on the device."""
         count = sum(int((batch.labels_BS != IGNORED).sum()) for batch in micro_batches)
-        total = torch.tensor(float(count), dtype=torch.float64, device=self.device)
+        total = torch.full((), count, dtype=torch.float64, device=self.device)
         if self.mesh.data_group is not None:
             dist.all_reduce(total, group=self.mesh.data_group)
         return total
@@ -205,10 +191,10 @@ class Engine:
                     batch_group=self.mesh.stage_group,
                 )
 
-    def _total(self, balance: list[Tensor]) -> float | None:
+    def _total(self, balance: list[Tensor]) -> Tensor | None:
         if not balance:
             return None
         total = torch.stack(balance).sum()
         if self.mesh.stage_group is not None:
             dist.all_reduce(total, group=self.mesh.stage_group)
-        return total.item()
+        return total

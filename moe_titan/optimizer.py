@@ -1,7 +1,7 @@
 """AdamW over this rank's shards, with one gradient norm over parameters of both meshes."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class NonFiniteGradient(RuntimeError):
     """A gradient holds NaN or infinity. The parameters are as before the step."""
+
+
+class Update(NamedTuple):
+    """What a step found on the device: the gradient ``norm`` before clipping over all parameters of the model and ``norms`` of
+    this rank's shards by parameter, fp32 scalars; ``number`` counts the steps of this process."""
+
+    norm: Tensor
+    norms: dict[str, Tensor]
+    number: int
 
 
 class ShardedAdamW:
@@ -51,6 +60,8 @@ class ShardedAdamW:
         self.settings: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay} | kind
         self._update = adamw_ if implementation == "fused" else adamw_reference_
         self.state: dict[str, dict[str, Tensor]] = {}
+        self._number = 0
+        self.halted = torch.zeros((), dtype=torch.bool, device=local(next(iter(self.parameters.values()))).device)
         for name, parameter in self.parameters.items():
             shard = local(parameter).detach()
             whole = torch.float32 if name in self._low else shard.dtype
@@ -64,13 +75,10 @@ class ShardedAdamW:
             self.parameters[name].grad_dtype = torch.float32 if micro_batches > 1 else torch.bfloat16
 
     @torch.no_grad()
-    def step(self, lr: float, max_norm: float) -> Tensor:
-        """Clips, updates and clears the gradients.
+    def step(self, lr: float, max_norm: float) -> Update:
+        """Clips, updates and clears the gradients, without waiting for the device.
 
-        Returns:
-            The gradient norm before clipping over all parameters of the model, fp32 scalar.
-        Raises:
-            NonFiniteGradient: naming the first parameter and rank; nothing has been updated.
+        A norm that is not finite sets ``halted`` there: this step and all that follow change nothing, up to :meth:`refuse`.
         """
         grads = {name: self._gradient(parameter) for name, parameter in self.parameters.items()}
         norms = _norms(grads)
@@ -79,9 +87,8 @@ class ShardedAdamW:
         total = torch.stack(counted).double().square().sum()
         dist.all_reduce(total)
         norm = total.sqrt().float()
-        if not norm.isfinite():
-            self._raise_non_finite(norms)
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self.halted |= ~norm.isfinite()
+        scale = torch.where(self.halted, torch.nan, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         beta1, beta2 = self.settings["betas"]
         for name, parameter in self.parameters.items():
             count, *moments = self.state[name].values()
@@ -91,7 +98,24 @@ class ShardedAdamW:
             decay = self.settings["eps"], self.settings["weight_decay"]
             self._update(weight, low, grad, *moments, scale, lr, beta1, beta2, *decay, int(count))
             parameter.grad = None
-        return norm
+        self._number += 1
+        return Update(norm, norms, self._number)
+
+    def refuse(self, update: Update) -> NoReturn:
+        """For a step whose norm is not finite: takes it and those since out of the counts. All ranks must call it together.
+
+        Raises:
+            NonFiniteGradient: naming the first parameter and rank.
+        """
+        for _, count in self.step_counts():
+            count -= self._number - update.number + 1
+        self._number = update.number - 1
+        self.halted.zero_()
+        bad = [name for name in self.parameters if not update.norms[name] < float("inf")]
+        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, bad)
+        where = [f"{names[0]} on rank {rank} ({len(names)} parameters there)" for rank, names in enumerate(found) if names]
+        raise NonFiniteGradient("gradient is not finite; first in " + "; ".join(where[:4]))
 
     def masters(self) -> dict[str, Tensor]:
         """Every parameter in its full precision, placed as in the model; of split ones a copy."""
@@ -132,13 +156,6 @@ class ShardedAdamW:
             # Outside of FSDP2, tensor-parallel ranks have yet to sum up what each saw.
             grad = grad.redistribute(placements=parameter.placements).to_local()
         return grad
-
-    def _raise_non_finite(self, norms: dict[str, Tensor]) -> None:
-        bad = [name for name in self.parameters if not norms[name] < float("inf")]
-        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, bad)
-        where = [f"{names[0]} on rank {rank} ({len(names)} parameters there)" for rank, names in enumerate(found) if names]
-        raise NonFiniteGradient("gradient is not finite; first in " + "; ".join(where[:4]))
 
 
 def _norms(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

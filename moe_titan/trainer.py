@@ -4,28 +4,40 @@ import gc
 import logging
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from kernels.peers import set_timeout as set_dispatch_timeout
-from moe_titan.checkpoint import DTYPES, Checkpointer, Progress
+from moe_titan.checkpoint import DTYPES, Checkpointer, Due, Progress
 from moe_titan.config import Config, to_toml
-from moe_titan.data import MicroBatch, build_dataloader
-from moe_titan.engine import Engine, StepResult, TrainOptions
+from moe_titan.data import build_dataloader
+from moe_titan.engine import Engine, TrainOptions
 from moe_titan.flops import num_parameters, train_flops_per_token
 from moe_titan.inputs import Inputs, float8_options
 from moe_titan.log import setup_logging
 from moe_titan.lr_schedule import lr_factor
 from moe_titan.metrics import MetricsLogger
+from moe_titan.step_result import StepResult
 from parallelisms.folded_mesh import FoldedMesh, Layout
 from parallelisms.parallelize import ParallelOptions
 
 logger = logging.getLogger(__name__)
+
+
+class _Taken(NamedTuple):
+    """A step that the device has been given: when the host began with it, and how long it waited for data."""
+
+    step: int
+    lr: float
+    began: float
+    data_seconds: float
+    result: StepResult
 
 
 class Trainer:
@@ -63,6 +75,8 @@ class Trainer:
             config.training.steps,
             first_step=self.step + 1,
         )
+        self._unlogged: list[tuple[float, float]] = []  # seconds of each step, and those of them spent waiting for data
+        self._finished = 0.0
         self._describe()
 
     def train(self) -> None:
@@ -80,30 +94,25 @@ class Trainer:
             logger.warning("nothing is left to train: the run stands at step %d and training.steps = %d", self.step, steps)
         gc.collect()
         gc.disable()  # Left to itself, Python collects on each rank at another moment, and every rank waits for each.
-        seconds = data_seconds = 0.0
-        since, first = 0, self.step + 1
+        first, running = self.step + 1, None
         with self._profiler() as profiler:
             while self.step < steps:
-                begin = time.perf_counter()
-                batches = self.data.next_step()
-                data_seconds += time.perf_counter() - begin
-                lr = self._next_lr()
-                result = self._take_step(batches, lr)
-                self.step += 1
-                self.schedule_step += 1
-                self.tokens += result.tokens
-                seconds += time.perf_counter() - begin
-                since += 1
-                if self.metrics.should_log(self.step):
-                    self._log(result, lr, seconds / since, data_seconds / since)
-                    seconds = data_seconds = 0.0
-                    since = 0
-                if self.step % self.config.training.gc_freq == 0:
-                    gc.collect(1)
+                # A step ahead of the device, so that it never waits for the host.
+                before, running = running, self._take_step()
+                if before is not None:
+                    self._finish(before)
+                due = Due() if self.checkpointer is None else self.checkpointer.due(self.step, self.step == steps)
+                if due.save or self.step in (first, steps):
+                    self._finish(running)
+                    running = None
+                if due.save:
+                    self._save(due)
+                if due.end:
+                    break
                 if self.step == first:
                     _set_timeout(self.config.comm.train_timeout_seconds)
-                if self._save_if_due():
-                    break
+                if self.step % self.config.training.gc_freq == 0:
+                    gc.collect(1)
                 if profiler is not None:
                     profiler.step()
         logger.info("training ends at step %d after %d tokens", self.step, self.tokens)
@@ -115,19 +124,32 @@ class Trainer:
         if self._lock is not None:
             self._lock.close()
 
-    def _take_step(self, batches: list[MicroBatch], lr: float) -> StepResult:
-        try:
-            return self.engine.step(batches, lr)
-        except RuntimeError as error:
-            error.add_note(f"in step {self.step + 1} on rank {dist.get_rank()}")
-            raise
+    def _take_step(self) -> _Taken:
+        began = time.perf_counter()
+        batches = self.data.next_step()
+        data_seconds = time.perf_counter() - began
+        step, lr = self.step + 1, self._next_lr()
+        with _naming(step):
+            result = self.engine.step(batches, lr)
+        self.step, self.schedule_step = step, self.schedule_step + 1
+        return _Taken(step, lr, began, data_seconds, result)
 
-    def _save_if_due(self) -> bool:
-        """Whether the run is to end, for which it has been saved."""
-        if self.checkpointer is None:
-            return False
-        progress, last = Progress(self.step, self.tokens, self.schedule_step), self.step == self.config.training.steps
-        return self.checkpointer.after_step(progress, self._next_lr(), last)
+    def _finish(self, taken: _Taken) -> None:
+        """Waits for a step, takes note of what it did, and reports it if it is one to report."""
+        with _naming(taken.step):
+            result = taken.result.wait()
+        self.tokens += result.tokens
+        before, self._finished = self._finished, time.perf_counter()
+        self._unlogged.append((self._finished - max(before, taken.began), taken.data_seconds))
+        if self.metrics.should_log(taken.step):
+            seconds, data_seconds = (sum(column) / len(column) for column in zip(*self._unlogged, strict=True))
+            self._log(taken, seconds, data_seconds)
+            self._unlogged.clear()
+
+    def _save(self, due: Due) -> None:
+        assert self.checkpointer is not None
+        progress = Progress(self.step, self.tokens, self.schedule_step)
+        self.checkpointer.save(progress, self._next_lr(), last=self.step == self.config.training.steps, wait=due.wait)
 
     def _next_lr(self) -> float:
         schedule = self.config.lr_scheduler
@@ -140,12 +162,13 @@ class Trainer:
             min_lr_factor=schedule.min_lr_factor,
         )
 
-    def _log(self, result: StepResult, lr: float, seconds: float, data_seconds: float) -> None:
+    def _log(self, taken: _Taken, seconds: float, data_seconds: float) -> None:
+        result = taken.result
         self.metrics.log(
-            self.step,
+            taken.step,
             loss=result.loss,
             grad_norm=result.grad_norm,
-            lr=lr,
+            lr=taken.lr,
             tokens=self.tokens,
             step_tokens_per_rank=result.tokens / dist.get_world_size(),
             step_seconds=seconds,
@@ -197,6 +220,16 @@ class Trainer:
             self.device.type,
             self.step,
         )
+
+
+@contextmanager
+def _naming(step: int) -> Iterator[None]:
+    """Errors of the step say which one it was, and where."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(f"in step {step} on rank {dist.get_rank()}")
+        raise
 
 
 def _start_processes(config: Config) -> torch.device:

@@ -15,13 +15,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from layout_runs import biases, full, full_parameters
-from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 
 from moe_titan.checkpoint import CheckpointError, Found, SaveError
-from moe_titan.engine import StepResult
 from moe_titan.inputs import read_inputs
-from moe_titan.optimizer import NonFiniteGradient
+from moe_titan.optimizer import NonFiniteGradient, Update
+from moe_titan.step_result import StepResult
 from moe_titan.trainer import Trainer
 from parallelisms.sharding_plan import local, logical_tensors
 
@@ -199,7 +198,7 @@ def infinite_gradient_on_rank_1(trainer: Trainer) -> None:
     optimizer = trainer.engine.optimizer
     update = optimizer.step
 
-    def step(lr: float, max_norm: float) -> Tensor:
+    def step(lr: float, max_norm: float) -> Update:
         if trainer.step == 4:
             trainer.before = full_parameters(trainer.engine)
             for name in ("layers.1.moe.experts.w2", "norm.weight"):

@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,14 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+class Due(NamedTuple):
+    """What is to be done after a step: ``save``, and ``end`` the run, before which a save is to be complete (``wait``)."""
+
+    save: bool = False
+    wait: bool = False
+    end: bool = False
+
+
 class Checkpointer:
     """Saves and loads all of a run's state. All ranks must call its methods together.
 
@@ -47,23 +55,22 @@ class Checkpointer:
         self._saver = Saver(folder, settings.async_mode, settings.checksums, layout, engine.device)
         self._requests = Requests(settings.interval_minutes)
 
-    def after_step(self, progress: Progress, next_lr: float, last: bool) -> bool:
-        """Saves if it is due, by step or by the clock or by a signal; tells whether the run is to end now.
+    def due(self, step: int, last: bool) -> Due:
+        """Whether a save is due after this step, by its number or by the clock or by a signal.
 
         Raises:
-            SaveError: this save has failed, or one in the background.
+            SaveError: a save in the background has failed.
         """
         if self.settings.load_only:
-            return False
+            return Due()
         agreed = self._requests.agree(self._saver.writing)
         if not agreed.writing:
             self._saver.settle()
-        first = progress.step == 1 and self.settings.enable_first_step_checkpoint
-        if last or first or agreed.end or agreed.save or progress.step % self.settings.interval == 0:
-            self.save(progress, next_lr, last=last, wait=last or agreed.end)
         if agreed.end:
-            logger.warning("SIGTERM: step %d is saved, and the run ends", progress.step)
-        return agreed.end
+            logger.warning("SIGTERM: step %d is saved, and the run ends", step)
+        first = step == 1 and self.settings.enable_first_step_checkpoint
+        save = last or first or agreed.end or agreed.save or step % self.settings.interval == 0
+        return Due(save, wait=last or agreed.end, end=agreed.end)
 
     def save(self, progress: Progress, next_lr: float, last: bool = False, wait: bool = True) -> None:
         """Writes ``step-N``, then removes those that are not to be kept any longer.

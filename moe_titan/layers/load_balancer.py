@@ -35,8 +35,14 @@ class LoadBalancer:
         self._counts.clear()
 
     @torch.no_grad()
-    def step(self) -> dict[str, Tensor]:
-        """Applies the collected counts and forgets them. Returns tokens per expert of the global batch, int64, by layer."""
+    def step(self, halted: Tensor | None = None) -> dict[str, Tensor]:
+        """Applies the collected counts and forgets them.
+
+        Args:
+            halted: bool scalar on the device; true leaves the biases as they are.
+        Returns:
+            Tokens per expert of the global batch, int64, by layer.
+        """
         if not self.layers:
             return {}
         counts = [self._counts[layer] for layer in self.layers]
@@ -49,6 +55,7 @@ class LoadBalancer:
             if moe.expert_bias is not None:
                 load = load_E.double()
                 direction_E = torch.sign(load.mean() - load).float()
-                moe.expert_bias += moe.load_balance_coeff * (direction_E - direction_E.mean())
+                move_E = moe.load_balance_coeff * (direction_E - direction_E.mean())
+                moe.expert_bias += move_E if halted is None else torch.where(halted, 0, move_E)
         self.forget()
         return loads

@@ -51,6 +51,13 @@ def test_equals_torch(split, grad_dtype) -> None:
         assert torch.equal(weight, split_fp32(master)[0])
 
 
+def test_nan_scale_changes_nothing() -> None:
+    tensors = torch.randn(37), torch.randn(37), torch.randn(37), torch.rand(37)
+    before = [tensor.clone() for tensor in tensors]
+    adamw_(tensors[0], None, *tensors[1:], torch.tensor(torch.nan), 0.01, *SETTINGS.values(), 1)
+    assert all(map(torch.equal, tensors, before))
+
+
 def test_bf16_weights_are_rounded_once() -> None:
     torch.manual_seed(2)
     bf16 = [torch.randn(99).bfloat16(), 0.1 * torch.randn(99).bfloat16(), torch.rand(99).bfloat16()]

@@ -3,6 +3,7 @@
 A script of its own, since the interpreter must be chosen before Triton is imported.
 """
 
+import itertools
 import json
 import os
 
@@ -191,16 +192,17 @@ def adamw_cases():
     settings = (0.01, 0.9, 0.95, 1e-8, 0.1, 3)
     for N in (1, 700, 4097, 0):
         for name, dtype in DTYPES.items():
-            for split, kept in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16)):
+            kinds = (False, torch.float32), (True, torch.float32), (False, torch.bfloat16)
+            for (split, kept), scale in itertools.product(kinds, (0.3, torch.nan)):
                 master, grad, moments = torch.randn(N), torch.randn(N, dtype=dtype), (0.1 * torch.randn(N), torch.rand(N))
                 master, moments, results = master.to(kept), [moment.to(kept) for moment in moments], []
                 for update in (adamw._launch, adamw.adamw_reference_):
                     weight, low = adamw.split_fp32(master) if split else (master.clone(), None)
                     state = weight, low, grad, *(moment.clone() for moment in moments)
-                    update(*state, torch.tensor(0.3), *settings)
+                    update(*state, torch.tensor(scale), *settings)
                     results.append((adamw.join_fp32(weight, low) if split else weight, *state[3:]))
                 for output, actual, expected in zip(("weight", *("exp_avg", "exp_avg_sq")), *results, strict=True):
-                    yield f"adamw {output} of {N}, {name} gradient, {kept}, split {split}", error(actual, expected)
+                    yield f"adamw {output} of {N}, {name} gradient, {kept}, split {split}, scale {scale}", error(actual, expected)
 
 
 CASES = (

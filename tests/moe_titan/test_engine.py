@@ -23,7 +23,7 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs
 
 from moe_titan.data import IGNORED, MicroBatch
 from moe_titan.engine import TrainOptions
-from moe_titan.optimizer import NonFiniteGradient
+from moe_titan.optimizer import NonFiniteGradient, Update
 from parallelisms.folded_mesh import Layout
 from parallelisms.sharding_plan import local
 
@@ -136,11 +136,11 @@ def _accumulated(layout: Layout, micro_batches: int) -> tuple[set[str], dict[str
     engine = tiny.build(tiny.qwen3(), layout, param_dtype=torch.bfloat16)
     seen: tuple[set[str], dict[str, np.ndarray]] = set(), {}
 
-    def look(lr: float, max_norm: float) -> torch.Tensor:
+    def look(lr: float, max_norm: float) -> Update:
         experts = {name: p.grad for name, p in engine.optimizer.parameters.items() if ".experts.w" in name}
         seen[0].update(str(grad.dtype) for grad in experts.values())
         seen[1].update({name: full(grad) for name, grad in experts.items()})
-        return torch.ones(())
+        return Update(torch.ones(()), {}, 1)
 
     engine.optimizer.step = look
     batches = tiny.share(tiny.global_batch(0, 4), engine.mesh.data_rank, layout.dp, micro_batches)
@@ -177,7 +177,7 @@ def _step_after_a_failed_one() -> float:
 
     hook = router.register_post_accumulate_grad_hook(spoil)
     with pytest.raises(NonFiniteGradient):
-        engine.step(tiny.share(tiny.global_batch(0, 2), 0, 1, 1), lr=1e-3)
+        engine.step(tiny.share(tiny.global_batch(0, 2), 0, 1, 1), lr=1e-3).wait()
     hook.remove()
     return engine.step(tiny.share(tiny.global_batch(0, 2), 0, 1, 2), lr=1e-3).loss
 
@@ -214,7 +214,8 @@ def test_evaluation_leaves_no_trace(pool) -> None:
 
 def _diverge(layout: Layout, rank: int) -> tuple[str, bool, bool]:
     engine = tiny.build(tiny.qwen3(), layout)
-    before = full_parameters(engine)
+    before = full_parameters(engine) | biases(engine)
+    hook = None
     if torch.distributed.get_rank() == rank:
         name = "layers.1.moe.experts.w2"
         parameter = dict(engine.model.named_parameters())[name]
@@ -222,20 +223,28 @@ def _diverge(layout: Layout, rank: int) -> tuple[str, bool, bool]:
         def spoil(parameter: torch.Tensor) -> None:
             local(parameter.grad).fill_(torch.nan)
 
-        parameter.register_post_accumulate_grad_hook(spoil)
+        hook = parameter.register_post_accumulate_grad_hook(spoil)
     batches = tiny.share(tiny.global_batch(0, 6 * layout.dp), engine.mesh.data_rank, layout.dp, 2)
+    failed = engine.step(batches, lr=1e-3)
+    if hook is not None:
+        hook.remove()
+    engine.step(batches, lr=1e-3)  # before anybody has asked
     with pytest.raises(NonFiniteGradient) as raised:
-        engine.step(batches, lr=1e-3)
-    after = full_parameters(engine)
-    moments_clear = all(not local(moment).any() for _, _, moment in engine.optimizer.moments())
-    return str(raised.value), all(np.array_equal(before[name], after[name]) for name in before), moments_clear
+        failed.wait()
+    after = full_parameters(engine) | biases(engine)
+    clear = not any(local(moment).any() for _, _, moment in engine.optimizer.moments())
+    clear &= not any(count for _, count in engine.optimizer.step_counts())
+    unchanged = all(np.array_equal(before[name], after[name]) for name in before)
+    engine.step(batches, lr=1e-3).wait()
+    trained = any(not np.array_equal(before[name], after) for name, after in full_parameters(engine).items())
+    return str(raised.value), unchanged and trained, clear
 
 
 def test_non_finite_gradient_stops_the_step(pool) -> None:
-    for message, unchanged, moments_clear in pool.run(4, _diverge, Layout(dp_shard=2, tp=2, ep=4), 2):
+    for message, unchanged, clear in pool.run(4, _diverge, Layout(dp_shard=2, tp=2, ep=4), 2):
         assert "layers.1.moe.experts.w2 on rank 2" in message
         assert "the loss is 4." in message
-        assert unchanged and moments_clear
+        assert unchanged and clear
 
 
 def _nothing_to_train() -> tuple[float, float, int, bool]:
@@ -257,7 +266,7 @@ def _one_sided() -> dict:
     if engine.mesh.data_rank == 0:
         labels = torch.full_like(labels, IGNORED)
     grads = {}
-    engine.optimizer.step = lambda lr, max_norm: grads.update(full_gradients(engine)) or torch.ones(())
+    engine.optimizer.step = lambda lr, max_norm: grads.update(full_gradients(engine)) or Update(torch.ones(()), {}, 1)
     result = engine.step([MicroBatch(tokens, labels, None)], lr=1e-3)
     return {"loss": result.loss, "tokens": result.tokens, "grads": grads}
 

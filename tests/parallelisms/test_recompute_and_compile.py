@@ -7,6 +7,7 @@ from layout_runs import CLIPPED, assert_same_run, full_gradients, relative_error
 
 from moe_titan.data import MicroBatch
 from moe_titan.layers.moe import MoE
+from moe_titan.optimizer import Update
 from parallelisms.folded_mesh import Layout
 
 # deepseek_v3 has a dense block and one with routed and shared experts.
@@ -83,7 +84,7 @@ def _gradients_under_another_bias(parallel: dict, perturb: bool) -> tuple[dict, 
 
     if perturb:
         engine.model.register_forward_hook(change_bias)
-    engine.optimizer.step = lambda lr, max_norm: grads.update(full_gradients(engine)) or torch.ones(())
+    engine.optimizer.step = lambda lr, max_norm: grads.update(full_gradients(engine)) or Update(torch.ones(()), {}, 1)
     result = engine.step([tiny.padded_batch(0, 3)], lr=1e-3)
     return grads, {layer: load.tolist() for layer, load in result.expert_load.items()}
 
