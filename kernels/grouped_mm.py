@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.grouped_mm_kernels import _grouped_mm_kernel
+from kernels.grouped_mm_kernels import _copy_tails_kernel, _grouped_mm_kernel, _weight_grad_kernel
 
 
 def grouped_mm_reference(a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def grouped_mm_weight_grad_reference(grad_RN: Tensor, a_RK: Tensor, offsets_E: T
 
 
 class Tile(NamedTuple):
-    """How the Triton kernel cuts a product: rows, columns and depth of a tile, and how it runs on a multiprocessor."""
+    """How a Triton kernel cuts a product: rows, columns and depth of a tile, and how it runs on a multiprocessor."""
 
     m: int
     n: int
@@ -51,6 +51,13 @@ _FASTER = {
     (False, 7168, 2048),
 }
 _TILE = Tile(128, 256, 64, 8, 3)
+# The same of weight gradients (N, K).
+_FASTER_WEIGHT_GRAD = {(1536, 2048), (2048, 768), (2816, 2048), (2048, 1408), (4096, 7168), (7168, 2048)}
+_WEIGHT_GRAD_TILE = Tile(128, 256, 64, 8, 4)
+
+
+def _programs(x: Tensor, tile: Tile) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count * tile.programs
 
 
 def _launch_grouped_mm(a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor, tile: Tile, programs: int) -> Tensor:
@@ -77,13 +84,48 @@ def tiled_grouped_mm(a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor, tile: list[
     """:func:`grouped_mm` as the Triton kernel with the given :class:`Tile`; rows and columns of a and b are whole 16 bytes."""
     if not a_RK.is_cuda:
         return grouped_mm_reference(a_RK, b_EKN, offsets_E)
-    processors = torch.cuda.get_device_properties(a_RK.device).multi_processor_count
-    return _launch_grouped_mm(a_RK, b_EKN, offsets_E, Tile(*tile), processors * tile[-1])
+    return _launch_grouped_mm(a_RK, b_EKN, offsets_E, Tile(*tile), _programs(a_RK, Tile(*tile)))
 
 
 @tiled_grouped_mm.register_fake
 def _(a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor, tile: list[int]) -> Tensor:
     return a_RK.new_empty(a_RK.shape[0], b_EKN.shape[2])
+
+
+def _launch_weight_grad(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor, tile: Tile, programs: int) -> Tensor:
+    # Descriptors want the rows' numbers side by side.
+    grad_RN, a_RK = grad_RN.contiguous(), a_RK.contiguous()
+    N, K, E = grad_RN.shape[1], a_RK.shape[1], len(offsets_E)
+    out_ENK = a_RK.new_empty(E, N, K)
+    grad_tail_RN, a_tail_RK = (x.new_empty(E * tile.k, x.shape[1]) for x in (grad_RN, a_RK))
+    _copy_tails_kernel[(E, triton.cdiv(N, 256) + triton.cdiv(K, 256))](
+        grad_RN, a_RK, grad_tail_RN, a_tail_RK, offsets_E, N, K, BLOCK_R=tile.k, BLOCK_C=256
+    )
+    _weight_grad_kernel[(programs,)](
+        *(TensorDescriptor.from_tensor(x, [tile.k, width]) for x, width in (
+            (grad_RN, tile.m), (a_RK, tile.n), (grad_tail_RN, tile.m), (a_tail_RK, tile.n),
+        )),
+        TensorDescriptor.from_tensor(out_ENK, [1, tile.m, tile.n // 2]), offsets_E, E, N, K,
+        E_P=triton.next_power_of_2(E), BLOCK_N=tile.m, BLOCK_K=tile.n, BLOCK_R=tile.k,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out_ENK
+
+
+@torch.library.custom_op("moe_titan::tiled_grouped_mm_weight_grad", mutates_args=())
+def tiled_grouped_mm_weight_grad(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor, tile: list[int]) -> Tensor:
+    """:func:`grouped_mm_weight_grad` as two Triton kernels with the given :class:`Tile` of the [N, K] of a group.
+
+    N and K are whole 16 bytes. While it runs, ``tile.k`` rows of grad and of a are kept for each group.
+    """
+    if not a_RK.is_cuda:
+        return grouped_mm_weight_grad_reference(grad_RN, a_RK, offsets_E)
+    return _launch_weight_grad(grad_RN, a_RK, offsets_E, Tile(*tile), _programs(a_RK, Tile(*tile)))
+
+
+@tiled_grouped_mm_weight_grad.register_fake
+def _(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor, tile: list[int]) -> Tensor:
+    return a_RK.new_empty(offsets_E.shape[0], grad_RN.shape[1], a_RK.shape[1])
 
 
 def _has_native_kernel(a: Tensor) -> bool:
@@ -112,9 +154,15 @@ def grouped_mm(a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def grouped_mm_weight_grad(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor) -> Tensor:
-    """``out[e] = grad[rows of e]^T @ a[rows of e]``: [E, N, K], zero for an empty group. Arguments as in :func:`grouped_mm`."""
+    """``out[e] = grad[rows of e]^T @ a[rows of e]``: [E, N, K], zero for an empty group. Arguments as in :func:`grouped_mm`.
+
+    On CUDA in bf16 two kernels without a host sync, the faster ones of ``torch._grouped_mm`` and
+    :func:`tiled_grouped_mm_weight_grad` by a table of measured shapes; elsewhere a loop over the groups.
+    """
     if not len(a_RK):
         return a_RK.new_zeros(len(offsets_E), grad_RN.shape[1], a_RK.shape[1])
-    if _has_native_kernel(a_RK):
-        return torch._grouped_mm(grad_RN.t(), a_RK, offs=offsets_E)
-    return grouped_mm_weight_grad_reference(grad_RN, a_RK, offsets_E)
+    if not _has_native_kernel(a_RK):
+        return grouped_mm_weight_grad_reference(grad_RN, a_RK, offsets_E)
+    if (grad_RN.shape[1], a_RK.shape[1]) in _FASTER_WEIGHT_GRAD and len(a_RK) >= 512 * len(offsets_E):
+        return tiled_grouped_mm_weight_grad(grad_RN, a_RK, offsets_E, list(_WEIGHT_GRAD_TILE))
+    return torch._grouped_mm(grad_RN.t(), a_RK, offs=offsets_E)

@@ -1,7 +1,14 @@
-"""The Triton kernel of :mod:`kernels.grouped_mm`."""
+"""The Triton kernels of :mod:`kernels.grouped_mm`."""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _halves(x_MN):
+    """The left and the right half of the columns: to store one after the other needs half of the shared memory on the way out."""
+    HALF: tl.constexpr = x_MN.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(x_MN, (x_MN.shape[0], 2, HALF)), (0, 2, 1)))
 
 
 @triton.jit
@@ -20,11 +27,9 @@ def _store_rows(out_desc, out_ptr, out_MN, row, end, n, N):
 def _store_tile(out_desc, out_ptr, total_MN, row, end, n, N, HALVES: tl.constexpr):
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if HALVES:
-        # Half a tile at a time needs half of the shared memory on the way out.
-        HALF: tl.constexpr = total_MN.shape[1] // 2
-        left_MN, right_MN = tl.split(tl.permute(tl.reshape(total_MN, (total_MN.shape[0], 2, HALF)), (0, 2, 1)))
+        left_MN, right_MN = _halves(total_MN)
         _store_rows(out_desc, out_ptr, left_MN.to(dtype), row, end, n, N)
-        _store_rows(out_desc, out_ptr, right_MN.to(dtype), row, end, n + HALF, N)
+        _store_rows(out_desc, out_ptr, right_MN.to(dtype), row, end, n + total_MN.shape[1] // 2, N)
     else:
         _store_rows(out_desc, out_ptr, total_MN.to(dtype), row, end, n, N)
 
@@ -79,3 +84,84 @@ def _grouped_mm_kernel(
         if step == steps - 1:
             _store_tile(out_desc, out_ptr, total_MN, row, end, n, N, HALVES)
             total_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+
+
+@triton.jit
+def _group(offsets_ptr, e, BLOCK_R: tl.constexpr):
+    """First row of group e, the row after its last, and the steps over them, of which an empty group takes one over zeros."""
+    begin, end = tl.load(offsets_ptr + e - 1, mask=e > 0, other=0), tl.load(offsets_ptr + e)
+    return begin, end, tl.maximum(tl.cdiv(end - begin, BLOCK_R), 1)
+
+
+@triton.jit
+def _copy_tail(x_ptr, tail_ptr, e, first, end, block, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    i_R, c_C = tl.arange(0, BLOCK_R), block * BLOCK_C + tl.arange(0, BLOCK_C)
+    row_R, mask_C = end - BLOCK_R + i_R, (c_C < C)[None, :]
+    from_RC = x_ptr + row_R[:, None].to(tl.int64) * C + c_C[None, :]
+    to_RC = tail_ptr + (e * BLOCK_R + i_R)[:, None].to(tl.int64) * C + c_C[None, :]
+    tl.store(to_RC, tl.load(from_RC, mask=(row_R >= first)[:, None] & mask_C, other=0.0), mask=mask_C)
+
+
+@triton.jit
+def _copy_tails_kernel(
+    grad_ptr, a_ptr, grad_tail_ptr, a_tail_ptr, offsets_ptr, N, K, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """tail[e] = the BLOCK_R rows up to the end of group e, zero where they are not of its last step.
+
+    That of grad only for groups of less than BLOCK_R rows: the others have as many rows of their own before their end.
+    """
+    e, block = tl.program_id(0), tl.program_id(1)
+    begin, end, steps = _group(offsets_ptr, e, BLOCK_R)
+    first = begin + (steps - 1) * BLOCK_R
+    blocks_K = tl.cdiv(K, BLOCK_C)
+    if block < blocks_K:
+        if first + BLOCK_R > end:
+            _copy_tail(a_ptr, a_tail_ptr, e, first, end, block, K, BLOCK_R, BLOCK_C)
+    elif begin + BLOCK_R > end:
+        _copy_tail(grad_ptr, grad_tail_ptr, e, first, end, block - blocks_K, N, BLOCK_R, BLOCK_C)
+
+
+@triton.jit
+def _weight_grad_kernel(
+    grad_desc, a_desc, grad_tail_desc, a_tail_desc, out_desc, offsets_ptr, E, N, K,
+    E_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """out[e] = grad[rows of e]^T @ a[rows of e], [N, K]; a program's tiles and their steps are one loop as above.
+
+    A step takes BLOCK_R rows by tensor descriptors, which cannot be masked: the last step of a group whose rows end within it
+    reads the copy of :func:`_copy_tails_kernel`, so that rows of another group or of none, NaN maybe, are never multiplied.
+    """
+    e_E = tl.arange(0, E_P)
+    begin_E = tl.load(offsets_ptr + e_E - 1, mask=(e_E > 0) & (e_E < E), other=0)
+    steps_E = tl.cdiv(tl.load(offsets_ptr + e_E, mask=e_E < E, other=0) - begin_E, BLOCK_R)
+    tiles_K = tl.cdiv(K, BLOCK_K)
+    tiles = tl.cdiv(N, BLOCK_N) * tiles_K
+    # Every group has as many tiles as any other: a program's share of each is a difference of two quotients.
+    before_E = tl.cdiv(tl.maximum(e_E * tiles - tl.program_id(0), 0), tl.num_programs(0))
+    upto_E = tl.cdiv(tl.maximum(e_E * tiles + tiles - tl.program_id(0), 0), tl.num_programs(0))
+    mine = tl.sum(tl.where(e_E < E, (upto_E - before_E) * tl.maximum(steps_E, 1), 0))
+
+    tile = tl.program_id(0) - tl.num_programs(0)
+    step, steps, e, begin, end, n, k = -1, 0, 0, 0, 0, 0, 0
+    total_NK = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for _ in range(0, mine):
+        step = tl.where(step == steps - 1, 0, step + 1)
+        if step == 0:
+            tile += tl.num_programs(0)
+            e, n, k = tile // tiles, tile % tiles // tiles_K * BLOCK_N, tile % tiles_K * BLOCK_K
+            begin, end, steps = _group(offsets_ptr, e, BLOCK_R)
+        row = begin + step * BLOCK_R
+        grad_from, grad_row, a_from, a_row = grad_desc, row, a_desc, row
+        if row + BLOCK_R > end:
+            a_from, a_row = a_tail_desc, e * BLOCK_R
+            # The rows that the step before has taken meet zeros in a.
+            grad_row = end - BLOCK_R
+            if step == 0:
+                grad_from, grad_row = grad_tail_desc, e * BLOCK_R
+        total_NK = tl.dot(tl.trans(grad_from.load([grad_row, n])), a_from.load([a_row, k]), total_NK)
+        if step == steps - 1:
+            dtype: tl.constexpr = out_desc.dtype
+            left_NK, right_NK = _halves(total_NK)
+            out_desc.store([e, n, k], left_NK.to(dtype).reshape(1, BLOCK_N, BLOCK_K // 2))
+            out_desc.store([e, n, k + BLOCK_K // 2], right_NK.to(dtype).reshape(1, BLOCK_N, BLOCK_K // 2))
+            total_NK = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)

@@ -10,12 +10,14 @@ from benchmarks.moe_layer import relative_error
 from kernels import cross_entropy, permute, route, sort, swiglu
 from kernels.expert_mlp import expert_mlp, expert_mlp_reference
 from kernels.grouped_mm import (
+    _WEIGHT_GRAD_TILE,
     Tile,
     grouped_mm,
     grouped_mm_reference,
     grouped_mm_weight_grad,
     grouped_mm_weight_grad_reference,
     tiled_grouped_mm,
+    tiled_grouped_mm_weight_grad,
 )
 from kernels.route import RouteOptions
 
@@ -202,6 +204,39 @@ def test_tiled_grouped_mm(poisoned, tile, transposed, groups) -> None:
     a_RK[rows:] = math.nan
     out_RN = poisoned(tiled_grouped_mm, a_RK, b_EKN, ends, list(tile))[:rows]
     assert relative_error(out_RN, grouped_mm_reference(a_RK.double(), b_EKN.double(), ends)[:rows]) < ROUNDED[BF16]
+
+
+@pytest.mark.parametrize("groups", [*GROUPS.values(), [100]], ids=[*GROUPS, "single"])
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("tile", [Tile(128, 256, 64, 8, 4), Tile(64, 128, 32, 4, 3, 2)], ids=str)
+def test_tiled_weight_grad(poisoned, tile, strided, groups) -> None:
+    """Group by group, beside rows without data and beside the largest group full of NaN, which harms no other."""
+    rows, ends, largest = sum(groups), ends_of(groups), groups.index(max(groups))
+    grad_RN, a_RK = (randn(rows + 5, width, dtype=BF16, strided=strided) for width in (264, 328))
+    grad_RN[rows:], a_RK[rows:] = math.nan, math.nan
+    weight_ENK = poisoned(tiled_grouped_mm_weight_grad, grad_RN, a_RK, ends, list(tile))
+    for actual, expected, size in zip(
+        weight_ENK, grouped_mm_weight_grad_reference(grad_RN.double(), a_RK.double(), ends), groups, strict=True
+    ):
+        assert relative_error(actual, expected) < ROUNDED[BF16]
+        assert size or not actual.any()
+    end, others = ends[largest].item(), torch.arange(len(groups), device=DEVICE) != largest
+    grad_RN[end - groups[largest] : end], a_RK[end - groups[largest] : end] = math.nan, math.nan
+    beside_ENK = poisoned(tiled_grouped_mm_weight_grad, grad_RN, a_RK, ends, list(tile))
+    assert torch.equal(beside_ENK[others], weight_ENK[others])
+
+
+def test_weight_grad_replays_with_other_groups() -> None:
+    """Of a measured shape: a CUDA graph gives the bits of an eager call, whatever the groups."""
+    grad_RN, a_RK, ends = randn(1100, 2048, dtype=BF16), randn(1100, 768, dtype=BF16), ends_of([700, 400])
+    grouped_mm_weight_grad(grad_RN, a_RK, ends)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured_ENK = grouped_mm_weight_grad(grad_RN, a_RK, ends)
+    for groups in ([700, 400], [0, 1099], [37, 1024], [0, 0]):
+        ends.copy_(ends_of(groups))
+        graph.replay()
+        assert torch.equal(captured_ENK, tiled_grouped_mm_weight_grad(grad_RN, a_RK, ends, list(_WEIGHT_GRAD_TILE)))
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)

@@ -27,6 +27,7 @@ KERNELS = [
     "weighted_swiglu",
     "weighted_swiglu_backward",
     "grouped_mm",
+    "weight_grad",
     "sort_pairs",
     "route",
     "route_backward",

@@ -121,6 +121,28 @@ def grouped_mm_cases():
                 yield f"grouped_mm {case}", error(actual, expected) / 10
 
 
+def weight_grad_cases():
+    for groups in ([0, 1, 7, 33, 3, 0, 15, 17, 32], [40], [0, 0], [5, 3]):
+        rows, E, largest = sum(groups), len(groups), groups.index(max(groups))
+        ends = torch.tensor(groups).cumsum(0, dtype=torch.int32)
+        others = torch.arange(E) != largest
+        for N, K, strided in ((48, 40, False), (24, 32, True)):
+            grad_RN, a_RK = torch.randn(rows + 5, N), torch.randn(rows + 5, K + strided)[:, strided:]
+            grad_RN[rows:], a_RK[rows:] = torch.nan, torch.nan
+            expected = grouped_mm.grouped_mm_weight_grad_reference(grad_RN.double(), a_RK.double(), ends).float()
+            for programs, k in ((1, 16), (7, 32)):
+                tile = grouped_mm.Tile(32, 16, k, 4, 2)
+                actual = grouped_mm._launch_weight_grad(grad_RN, a_RK, ends, tile, programs)
+                case = f"{groups} {N}x{K} by {k} rows on {programs} programs"
+                yield f"weight_grad {case}", error(actual, expected) / 10
+                yield f"weight_grad of no rows, {case}", float(actual[torch.tensor(groups) == 0].any())
+                grad_bad_RN, a_bad_RK = grad_RN.clone(), a_RK.clone()
+                grad_bad_RN[ends[largest] - groups[largest] : ends[largest]] = torch.nan
+                a_bad_RK[ends[largest] - groups[largest] : ends[largest]] = torch.nan
+                beside = grouped_mm._launch_weight_grad(grad_bad_RN, a_bad_RK, ends, tile, programs)
+                yield f"weight_grad beside NaN, {case}", 0.0 if torch.equal(beside[others], actual[others]) else float("inf")
+
+
 def sort_pairs_cases():
     for P, num_keys in ((0, 3), (1, 1), (7, 4), (255, 8), (256, 5), (700, 129)):
         for name, key_P in (
@@ -211,6 +233,7 @@ CASES = (
     gather_sum_cases,
     swiglu_cases,
     grouped_mm_cases,
+    weight_grad_cases,
     sort_pairs_cases,
     route_cases,
     cross_entropy_cases,
