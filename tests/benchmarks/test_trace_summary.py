@@ -56,7 +56,7 @@ def test_trace_without_gpu(tmp_path):
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
         ("void cutlass::device_kernel<GemmUniversal<cutlass::gemm::GroupProblemShape<>>>", "grouped GEMM"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
-        ("triton_tem_fused_flex_attention_0", "attention"),
+        ("_attention_value_grad_kernel", "attention"),
         ("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_NNT", "GEMM"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer, foreach"),
         ("_gather_sum_kernel", "MoE kernels"),

@@ -33,6 +33,8 @@ KERNELS = [
     "route_backward",
     "partial_cross_entropy",
     "cross_entropy_backward",
+    "document_attention",
+    "document_attention_backward",
 ]
 
 

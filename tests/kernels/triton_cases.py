@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kernels import adamw, cross_entropy, grouped_mm, permute, route, sort, swiglu
+from kernels import adamw, cross_entropy, document_attention, grouped_mm, permute, route, sort, swiglu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Rounding of one result: one unit in the last place of bf16, as the interpreter rounds towards zero; a few operations in fp32.
@@ -227,6 +227,53 @@ def adamw_cases():
                     yield f"adamw {output} of {N}, {name} gradient, {kept}, split {split}, scale {scale}", error(actual, expected)
 
 
+# B, H, key heads, S, width of queries and keys, of values, and how likely a token begins a document.
+ATTENTION = (
+    (1, 1, 1, 1, 16, 16, 0.0),
+    (1, 1, 1, 32, 48, 32, 0.0),
+    (1, 1, 1, 64, 16, 32, 0.0),
+    (3, 1, 1, 31, 32, 64, 0.2),
+    (2, 2, 2, 70, 48, 32, 0.0),
+    (2, 2, 2, 96, 48, 32, 0.05),
+    (3, 2, 1, 70, 32, 16, 0.1),
+    (1, 4, 2, 101, 48, 64, 0.5),
+    (2, 4, 1, 33, 48, 16, 1.0),
+    (1, 2, 2, 40, 64, 64, 0.9),
+)
+
+
+def document_attention_cases():
+    """The interpreter computes tiles of 32 instead of 128 tokens, so that small batches have several."""
+    Blocks, edge = document_attention.Blocks, document_attention.TILE
+    document_attention.TILE = 32
+    blocks = [Blocks(16, 32, 4, 2), Blocks(16, 32, 4, 2), Blocks(32, 16, 4, 2)]
+    for B, H, Hk, S, D, DV, likely in ATTENTION:
+        q, k, grad = (torch.randn(B, S, *shape).transpose(1, 2) for shape in ((H, D), (Hk, D), (H, DV)))
+        v = torch.randn(B, S, Hk, 2 * DV)[..., DV:].transpose(1, 2)
+        documents, scale = document_attention.find_documents(torch.rand(B, S) < likely), D**-0.5
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        expected = document_attention.document_attention_reference(*leaves, documents.first_T, scale)
+        expected_grads = torch.autograd.grad(expected, leaves, grad.double())
+        out, lse = document_attention._launch_forward(q, k, v, documents.first_T, scale, Blocks(32, 16, 4, 2))
+        case = f"{B}x{S}, {H} heads of {D} and {DV}, {Hk} key heads, a document with {likely}"
+        yield f"document_attention {case}", (out - expected).norm().item() / expected.norm().item() / 2e-6
+        # All heads at once, and one key head at a time.
+        for workspace in (2**30, 1):
+            grads = document_attention._launch_backward(grad, q, k, v, out, lse, documents, scale, workspace, *blocks)
+            for name, actual, wanted in zip("qkv", grads, expected_grads, strict=True):
+                # Where every document is one token, the gradients of queries and keys are zero.
+                norm = max(wanted.norm().item(), 0.1 * grad.norm().item())
+                yield (
+                    f"document_attention_backward {name} {case}, workspace {workspace}",
+                    (actual - wanted).norm().item() / norm / 2e-6,
+                )
+    document_attention.TILE = edge
+    # As PyTorch sees the op: shapes and strides under compilation, and its gradient.
+    q, k, v = (torch.randn(2, 20, 2, width).transpose(1, 2).requires_grad_() for width in (48, 48, 16))
+    documents = document_attention.find_documents(torch.rand(2, 20) < 0.2)
+    torch.library.opcheck(torch.ops.moe_titan.document_attention.default, (q, k, v, *documents, 0.2))
+
+
 CASES = (
     adamw_cases,
     spread_rows_cases,
@@ -237,6 +284,7 @@ CASES = (
     sort_pairs_cases,
     route_cases,
     cross_entropy_cases,
+    document_attention_cases,
 )
 
 if __name__ == "__main__":
