@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import kernels.document_attention  # noqa: F401  (registers the op that is saved)
 from parallelisms.routing import replay_contexts
 
 # The models have no dropout, so there is no random state to restore.
@@ -18,7 +19,7 @@ SAVED_OPS = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_attention_math.default,
-    torch.ops.higher_order.flex_attention,
+    torch.ops.moe_titan.document_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_gather_into_tensor.default,
 }

@@ -10,6 +10,7 @@ import tiny
 import torch
 from layout_runs import full, relative_error
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.llama3 import llama3_args
 from torchtitan.models.llama3.model.args import TransformerModelArgs
@@ -18,6 +19,7 @@ from torchtitan.protocols.model import BaseModelArgs
 
 from moe_titan.data import MicroBatch
 from moe_titan.engine import Engine
+from moe_titan.layers.attention import DocumentAttention
 from moe_titan.models import MODELS, attention_masks, build_model
 from parallelisms.folded_mesh import Layout
 from parallelisms.sharding_plan import logical_tensors
@@ -169,3 +171,38 @@ def test_documents_do_not_attend_to_each_other(pool, model) -> None:
     assert (logits["other first"][0, 10:] != logits["packed"][0, 10:]).any(axis=-1).all()
     [plain] = pool.run(1, logits_of_documents, with_attention(model, "sdpa", "causal"))
     assert relative_error(logits["packed"], plain["packed"]) <= 1e-5
+
+
+def compiled_attention(model) -> tuple[int, float]:
+    """Graphs of one block's attention compiled whole, for five batches of other documents each; its worst error beside eager."""
+    engine, graphs, errors = tiny.build(model, Layout()), [], []
+    block = engine.model.layers["0"]
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(block.attention.forward, backend=backend, fullgraph=True)
+    rope = engine.model.freqs_cis if hasattr(engine.model, "freqs_cis") else engine.model.rope_cache
+    for _ in range(5):
+        tokens_BS = torch.randint(0, 6, (3, tiny.SEQ))
+        masks = attention_masks(engine.args, tokens_BS, 0)
+        x_BSD = torch.randn(3, tiny.SEQ, engine.args.dim, requires_grad=True)
+        out, expected = (forward(x_BSD, rope, masks, None) for forward in (compiled, block.attention.forward))
+        grads = [torch.autograd.grad(y, x_BSD, torch.ones_like(y))[0] for y in (out, expected)]
+        errors += [relative_error(a.detach().numpy(), b.detach().numpy()) for a, b in ((out, expected), grads)]
+    return len(graphs), max(errors)
+
+
+@pytest.mark.parametrize("model", [tiny.qwen3(), tiny.deepseek(), llama3()], ids=lambda model: model[0])
+def test_documents_do_not_recompile(pool, model) -> None:
+    [(graphs, error)] = pool.run(1, compiled_attention, with_attention(model, "flex", "block_causal"))
+    assert graphs == 1 and error <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor"), [("qwen3", "debugmodel_moe"), ("deepseek_v3", "16B"), ("llama3", "debugmodel_flex_attn")]
+)
+def test_flex_attention_is_ours(name, flavor) -> None:
+    model = build_model(name, changed(FLAVORS[name][flavor], moe_impl="standard", attn_type="flex"))
+    assert all(type(block.attention.inner_attention) is DocumentAttention for block in model.layers.values())

@@ -34,6 +34,10 @@ CASES = [
     ("deepseek", FOLDED, COMPILED | FULL),
     ("deepseek", FOLDED, COMPILED | BY_OPERATION),
     ("qwen3", FOLDED, COMPILED | BY_OPERATION),
+    ("flex", Layout(), COMPILED),
+    ("flex", Layout(), COMPILED | FULL),
+    ("flex", FOLDED, BY_OPERATION),
+    ("flex", FOLDED, COMPILED | BY_OPERATION),
 ]
 
 
