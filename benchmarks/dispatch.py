@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import environment
-from kernels.dispatch import pull_rows, pull_tokens, push_sums
+from kernels.dispatch import push_rows, push_sums, push_tokens
 from kernels.sort import sort_pairs
 from parallelisms.dispatch import build_dispatcher
 from parallelisms.routing import PairOrder, Routing
@@ -124,18 +124,18 @@ def transfers(case: Case, programs: int) -> dict[str, float]:
     """us of the four transfers of a layer, forward and backward, in CUDA graphs."""
     world, routing = dist.get_world_size(), case.routing()
     dispatcher = build_dispatcher("nvlink", case.E, dist.group.WORLD, world, 1, case.T, programs)
-    name, first, e, _ = dispatcher.place
+    place = dispatcher.place
     experts_TK, weights_TK = routing.topk_experts_TK, routing.topk_weights_TK
     x_TD = torch.randn(case.T, case.D, device="cuda", dtype=torch.bfloat16)
-    tokens_ND, weights_NK, key_NK, slot_N = pull_tokens(x_TD, experts_TK, weights_TK, name, first, e)
-    row_NK = sort_pairs(key_NK.flatten(), e)[1].view_as(key_NK)
-    R = world * case.T * min(case.K, e)
+    tokens_ND, weights_NK, key_NK, slot_N = push_tokens(x_TD, experts_TK, weights_TK, *place)
+    row_NK = sort_pairs(key_NK.flatten(), place.num_local)[1].view_as(key_NK)
+    R = world * case.T * min(case.K, place.num_local)
     rows_RD = torch.randn(R, case.D, device="cuda", dtype=torch.bfloat16)
     runs = (
-        partial(pull_tokens, x_TD, experts_TK, weights_TK, name, first, e),
-        partial(push_sums, rows_RD, row_NK, None, experts_TK, name, e, 1),
-        partial(pull_rows, x_TD, row_NK, R, name),
-        partial(push_sums, tokens_ND, slot_N[:, None], weights_NK, experts_TK, name, e, 1),
+        partial(push_tokens, x_TD, experts_TK, weights_TK, *place),
+        partial(push_sums, rows_RD, row_NK, None, experts_TK, *place),
+        partial(push_rows, x_TD, row_NK, experts_TK, R, *place),
+        partial(push_sums, tokens_ND, slot_N[:, None], weights_NK, experts_TK, *place),
     )
     return dict(zip(PASSES, map(graphed, runs), strict=True))
 

@@ -1,8 +1,8 @@
 """Tokens to the ranks of their experts and back, through memory that the ranks share, without a host sync.
 
-``pull_tokens`` brings each token once to every rank that holds one of its experts. ``push_sums`` is its adjoint: it adds up the
-rows of one token on each rank, sends that sum to the token's rank, and adds the ranks' sums there in fp32. ``pull_rows`` is the
-adjoint of ``push_sums``: a token goes straight to the rows of its choices. All three are collective: every rank of an exchange
+``push_tokens`` brings each token once to every rank that holds one of its experts. ``push_sums`` is its adjoint: it adds up the
+rows of one token on each rank, sends that sum to the token's rank, and adds the ranks' sums there in fp32. ``push_rows`` is the
+adjoint of ``push_sums``: a token goes to the rows of its choices. All three are collective: every rank of an exchange
 calls the same ones in the same order, even without tokens. No shape depends on data.
 
 Token t of rank s has place (slot) ``s * max_tokens + t`` on every rank, so nobody has to count or to agree on anything; places of
@@ -10,15 +10,21 @@ tokens without an expert on a rank stay unwritten and unread there.
 """
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from kernels.dispatch_kernels import pull_kernel, push_kernel
-from kernels.peers import PULL, PUSH, STEPS, Exchange, Peers, TransferShape, exchange
+from kernels.dispatch_kernels import push_sums_kernel, push_tokens_kernel
+from kernels.peers import READ, SENT, STEPS, Exchange, Memory, Peers, TransferShape, exchange
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+# Tokens that a program works on at a time, the same in all transfers: they decide which pair of programs has which tokens.
+TILE = 2
+WARPS = 4
 
 
 def _new_slots(x_TD: Tensor, weights_TK: Tensor, slots: int) -> Outputs:
@@ -27,54 +33,68 @@ def _new_slots(x_TD: Tensor, weights_TK: Tensor, slots: int) -> Outputs:
     return x_TD.new_empty(slots, x_TD.shape[1]), weights_TK.new_empty(slots, K), key_NK, slot_N
 
 
-def _meet_reference(group: Exchange, peers: Peers, kind: int, piece: int) -> None:
-    """Signals that this rank has come to the end of a piece, and waits for the others; with the last piece a transfer ends."""
-    transfers = peers.state[kind * group.programs]
-    count = transfers * STEPS + piece + 1
-    for memory in peers.memories:
-        memory.signals[kind, group.rank] = count
+def _wait_reference(group: Exchange, peers: Peers, kind: int, count: int) -> None:
     deadline = time.monotonic() + group.timeout
-    while (missing := (peers.memories[group.rank].signals[kind, :, 0] < count).nonzero()).numel():
+    while (missing := (peers.memories[group.rank].signals[:, kind, 0] < count).nonzero()).numel():
         if time.monotonic() > deadline:
             peers.failure.fill_(int(missing[0]) + 1)
             group.check(peers)
         time.sleep(0)
-    transfers += piece == STEPS - 1
 
 
-def _stage_reference(group: Exchange, peers: Peers, x_TD: Tensor, meta: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Puts tokens where others find them, and returns everybody's, by place."""
-    T = len(x_TD)
-    _meet_reference(group, peers, PULL, 0)  # nobody is still reading
-    peers.memories[group.rank].staged[:T] = x_TD
-    if meta is not None:
-        for memory in peers.memories:
-            for place, of_tokens in zip((memory.experts, memory.weights), meta, strict=True):
-                place[group.rank, :T] = of_tokens.to(place.dtype)
-                place[group.rank, T:] = -1
-    _meet_reference(group, peers, PULL, STEPS - 1)
-    return torch.cat([memory.staged for memory in peers.memories])
+def _signal_reference(group: Exchange, peers: Peers, kind: int, count: int) -> None:
+    for memory in peers.memories:
+        memory.signals[group.rank, kind] = count
 
 
-def pull_tokens_reference(
-    group: Exchange, peers: Peers, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, first_expert: int, num_local: int
+def _write_reference(group: Exchange, peers: Peers, write: Callable[[int, Memory], None]) -> Memory:
+    """Calls ``write`` with each rank and the part of its memory that is this rank's; returns what all wrote to this rank."""
+    transfer = int(peers.state[0])
+    _wait_reference(group, peers, READ, transfer)
+    for target, memory in enumerate(peers.memories):
+        write(target, Memory(*(field[group.rank] for field in memory)))
+    _signal_reference(group, peers, SENT, transfer + 1)
+    _wait_reference(group, peers, SENT, transfer + 1)
+    return peers.memories[group.rank]
+
+
+def _end_reference(group: Exchange, peers: Peers) -> None:
+    """After the reading."""
+    peers.state[0] += 1
+    _signal_reference(group, peers, READ, int(peers.state[0]))
+
+
+def push_tokens_reference(
+    group: Exchange, peers: Peers, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, num_local: int, etp: int
 ) -> Outputs:
-    staged_ND = _stage_reference(group, peers, x_TD, (experts_TK, weights_TK))
+    T = len(x_TD)
+
+    def write(target: int, memory: Memory) -> None:
+        memory.tokens[:T], memory.weights[:T], memory.experts[:T], memory.experts[T:] = x_TD, weights_TK, experts_TK, -1
+
     tokens_ND, slot_weights_NK, key_NK, slot_N = _new_slots(x_TD, weights_TK, group.slots)
-    local_NK = peers.memories[group.rank].experts.flatten(0, 1) - first_expert
+    received = _write_reference(group, peers, write)
+    local_NK = received.experts.flatten(0, 1) - group.rank // etp * num_local
     key_NK.copy_(torch.where((local_NK >= 0) & (local_NK < num_local), local_NK, num_local))
-    slot_weights_NK.copy_(peers.memories[group.rank].weights.flatten(0, 1))
+    slot_weights_NK.copy_(received.weights.flatten(0, 1))
     here_N = (key_NK < num_local).any(1)
     slot_N.copy_(torch.where(here_N, torch.arange(group.slots), -1))
-    tokens_ND[here_N] = staged_ND[here_N]
+    tokens_ND[here_N] = received.tokens.flatten(0, 1)[here_N]
+    _end_reference(group, peers)
     return tokens_ND, slot_weights_NK, key_NK, slot_N
 
 
-def pull_rows_reference(group: Exchange, peers: Peers, x_TD: Tensor, row_NK: Tensor, num_rows: int) -> Tensor:
-    staged_ND = _stage_reference(group, peers, x_TD, None)
+def push_rows_reference(
+    group: Exchange, peers: Peers, x_TD: Tensor, row_NK: Tensor, experts_TK: Tensor, num_rows: int, num_local: int, etp: int
+) -> Tensor:
+    def write(target: int, memory: Memory) -> None:
+        there_T = (experts_TK // num_local == target // etp).any(1)
+        memory.tokens[: len(x_TD)][there_T] = x_TD[there_T]
+
     rows_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     slot_P, k_P = (row_NK >= 0).nonzero(as_tuple=True)
-    rows_RD[row_NK[slot_P, k_P].long()] = staged_ND[slot_P]
+    rows_RD[row_NK[slot_P, k_P].long()] = _write_reference(group, peers, write).tokens.flatten(0, 1)[slot_P]
+    _end_reference(group, peers)
     return rows_RD
 
 
@@ -84,64 +104,75 @@ def push_sums_reference(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     T, K = experts_TK.shape
     wide = torch.promote_types(rows_RD.dtype, torch.float32)
-    _meet_reference(group, peers, PUSH, 0)
-    for target, memory in enumerate(peers.memories):
+
+    def write(target: int, memory: Memory) -> None:
         slots = slice(target * group.max_tokens, (target + 1) * group.max_tokens)
         picked_TJD = rows_RD[row_NJ[slots].clamp(min=0).long()].to(wide)
         here_TJ1 = (row_NJ[slots] >= 0).unsqueeze(-1)
-        memory.sums[group.rank] = torch.where(here_TJ1, picked_TJD, 0).sum(1).to(rows_RD.dtype)
+        memory.tokens[:] = torch.where(here_TJ1, picked_TJD, 0).sum(1).to(rows_RD.dtype)
         if slot_grads_NK is not None:
-            memory.grads[group.rank] = slot_grads_NK[slots]
-    _meet_reference(group, peers, PUSH, STEPS - 1)
-    own = peers.memories[group.rank]
+            memory.weights[:] = slot_grads_NK[slots]
+
+    received = _write_reference(group, peers, write)
     holder_TK = experts_TK // num_local
-    y_TD, grads_TK = rows_RD.new_zeros(T, rows_RD.shape[1], dtype=wide), torch.zeros(T, K, dtype=own.grads.dtype)
+    y_TD, grads_TK = rows_RD.new_zeros(T, rows_RD.shape[1], dtype=wide), torch.zeros(T, K, dtype=received.weights.dtype)
     for peer in range(group.world):
         there_TK = holder_TK == peer // etp
-        y_TD += torch.where(there_TK.any(1, keepdim=True), own.sums[peer, :T].to(wide), 0)
-        grads_TK += torch.where(there_TK, own.grads[peer, :T], 0)
+        y_TD += torch.where(there_TK.any(1, keepdim=True), received.tokens[peer, :T].to(wide), 0)
+        grads_TK += torch.where(there_TK, received.weights[peer, :T], 0)
+    _end_reference(group, peers)
     return y_TD.to(rows_RD.dtype), grads_TK if slot_grads_NK is not None else grads_TK.new_empty(0, K)
 
 
-def _launch_sizes(group: Exchange, D: int, K: int, device: torch.device, tile: int) -> dict[str, int | bool]:
+def _launch_options(group: Exchange, peers: Peers, D: int, K: int, num_local: int, etp: int) -> dict[str, Any]:
+    """The arguments that the kernels share."""
+    tiles = triton.cdiv(group.max_tokens, group.pairs * TILE)
+    tiles_of_step = triton.cdiv(tiles, STEPS)
     return {
+        "state_ptr": peers.state,
+        "table_ptr": peers.table,
+        "failure": peers.failure.data_ptr(),
         "D": D,
         "max_tokens": group.max_tokens,
         "rank": group.rank,
-        "tiles": triton.cdiv(group.max_tokens, group.programs * STEPS * tile),
+        "num_local": num_local,
+        "etp": etp,
+        "steps": triton.cdiv(tiles, tiles_of_step),
+        "tiles": tiles_of_step,
         "limit": int(group.timeout * 1e9),
         "K": K,
         "K_P": triton.next_power_of_2(K),
         "WORLD": group.world,
         "WORLD_P": triton.next_power_of_2(group.world),
-        "TILE": tile,
-        "BLOCK_D": min(triton.next_power_of_2(D), 1024),
-        "CLOCK": device.type == "cuda",
-        "num_warps": 8,
+        "TILE": TILE,
+        "BLOCK_D": min(triton.next_power_of_2(D), 2048),
+        "CLOCK": peers.state.is_cuda,
+        "num_warps": WARPS,
     }
 
 
-def _launch_pull_tokens(
-    group: Exchange, peers: Peers, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, first_expert: int, num_local: int
+def _launch_push_tokens(
+    group: Exchange, peers: Peers, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, num_local: int, etp: int
 ) -> Outputs:
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     (T, K), D = experts_TK.shape, x_TD.shape[1]
     outputs = tokens_ND, slot_weights_NK, key_NK, slot_N = _new_slots(x_TD, weights_TK, group.slots)
-    pull_kernel[(group.programs,)](
-        x_TD, experts_TK.contiguous(), weights_TK.contiguous(), None, tokens_ND, key_NK, slot_weights_NK, slot_N,
-        peers.state, peers.table, peers.failure.data_ptr(), T, stride_t=x_TD.stride(0), first_expert=first_expert,
-        num_local=num_local, META=True, **_launch_sizes(group, D, K, x_TD.device, tile=16),
+    push_tokens_kernel[(2 * group.pairs,)](
+        x_TD, experts_TK.contiguous(), weights_TK.contiguous(), None, tokens_ND, key_NK, slot_weights_NK, slot_N, T=T,
+        stride_t=x_TD.stride(0), META=True, **_launch_options(group, peers, D, K, num_local, etp),
     )  # fmt: skip
     return outputs
 
 
-def _launch_pull_rows(group: Exchange, peers: Peers, x_TD: Tensor, row_NK: Tensor, num_rows: int) -> Tensor:
+def _launch_push_rows(
+    group: Exchange, peers: Peers, x_TD: Tensor, row_NK: Tensor, experts_TK: Tensor, num_rows: int, num_local: int, etp: int
+) -> Tensor:
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     (T, D), K = x_TD.shape, row_NK.shape[1]
     rows_RD = x_TD.new_empty(num_rows, D)
-    pull_kernel[(group.programs,)](
-        x_TD, None, None, row_NK.contiguous(), rows_RD, None, None, None, peers.state, peers.table, peers.failure.data_ptr(),
-        T, stride_t=x_TD.stride(0), first_expert=0, num_local=0, META=False, **_launch_sizes(group, D, K, x_TD.device, tile=16),
+    push_tokens_kernel[(2 * group.pairs,)](
+        x_TD, experts_TK.contiguous(), None, row_NK.contiguous(), rows_RD, None, None, None, T=T,
+        stride_t=x_TD.stride(0), META=False, **_launch_options(group, peers, D, K, num_local, etp),
     )  # fmt: skip
     return rows_RD
 
@@ -152,12 +183,11 @@ def _launch_push_sums(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     (T, K), D = experts_TK.shape, rows_RD.shape[1]
     y_TD = rows_RD.new_empty(T, D)
-    grads_TK = peers.memories[0].grads.new_empty(T if slot_grads_NK is not None else 0, K)
-    push_kernel[(group.programs,)](
+    grads_TK = peers.memories[0].weights.new_empty(T if slot_grads_NK is not None else 0, K)
+    push_sums_kernel[(2 * group.pairs,)](
         rows_RD.contiguous(), row_NJ.contiguous(), None if slot_grads_NK is None else slot_grads_NK.contiguous(),
-        experts_TK.contiguous(), y_TD, grads_TK, peers.state, peers.table, peers.failure.data_ptr(), T,
-        num_local=num_local, etp=etp, WITH_GRADS=slot_grads_NK is not None, CHOICES=row_NJ.shape[1],
-        **_launch_sizes(group, D, K, rows_RD.device, tile=8),
+        experts_TK.contiguous(), y_TD, grads_TK, T=T, WITH_GRADS=slot_grads_NK is not None, CHOICES=row_NJ.shape[1],
+        **_launch_options(group, peers, D, K, num_local, etp),
     )  # fmt: skip
     return y_TD, grads_TK
 
@@ -166,9 +196,9 @@ def _peers(group: Exchange, x: Tensor, K: int) -> Peers:
     return group.peers(TransferShape(x.shape[1], K, x.dtype), x.device)
 
 
-@torch.library.custom_op("moe_titan::pull_tokens", mutates_args=())
-def pull_tokens(
-    x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, name: str, first_expert: int, num_local: int
+@torch.library.custom_op("moe_titan::push_tokens", mutates_args=())
+def push_tokens(
+    x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, name: str, num_local: int, etp: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Brings every token that has an expert on this rank.
 
@@ -177,7 +207,7 @@ def pull_tokens(
         experts_TK: [T, K] integers; an index that no rank holds is not routed.
         weights_TK: [T, K] in the tokens' type, or fp32 where that is narrower.
         name: of the exchange.
-        first_expert, num_local: this rank's experts.
+        num_local, etp: expert e lies on the ``etp`` ranks from ``e // num_local * etp`` on.
     Returns:
         With N = ranks * max_tokens: tokens [N, D] and weights [N, K] in place, each token's local experts [N, K] int32 with
         ``num_local`` for those elsewhere, and [N] int32, a token's place or -1 where there is none. Tokens are unspecified there.
@@ -192,34 +222,39 @@ def pull_tokens(
             "build it for the largest micro-batch"
         )
     peers = _peers(group, x_TD, experts_TK.shape[1])
-    pull = _launch_pull_tokens if x_TD.is_cuda else pull_tokens_reference
-    return pull(group, peers, x_TD, experts_TK, weights_TK, first_expert, num_local)
+    push = _launch_push_tokens if x_TD.is_cuda else push_tokens_reference
+    return push(group, peers, x_TD, experts_TK, weights_TK, num_local, etp)
 
 
-@pull_tokens.register_fake
+@push_tokens.register_fake
 def _(
-    x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, name: str, first_expert: int, num_local: int
+    x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, name: str, num_local: int, etp: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _new_slots(x_TD, weights_TK, exchange(name).slots)
 
 
-@torch.library.custom_op("moe_titan::pull_rows", mutates_args=())
-def pull_rows(x_TD: Tensor, row_NK: Tensor, num_rows: int, name: str) -> Tensor:
+@torch.library.custom_op("moe_titan::push_rows", mutates_args=())
+def push_rows(
+    x_TD: Tensor, row_NK: Tensor, experts_TK: Tensor, num_rows: int, name: str, num_local: int, etp: int
+) -> Tensor:  # fmt: skip
     """Copies every rank's tokens to this rank's rows.
 
     Args:
         x_TD: [T, D] this rank's tokens.
-        row_NK: [N, K] integers in [-1, num_rows): rows of each place of :func:`pull_tokens`; no row twice, -1 copies nowhere.
+        row_NK: [N, K] integers in [-1, num_rows): rows of each place of :func:`push_tokens`; no row twice, -1 copies nowhere,
+            and a token has rows only where one of its experts lies.
+        experts_TK, num_local, etp: as given to :func:`push_tokens` on this rank.
     Returns:
         [num_rows, D]; rows that nobody names are unspecified.
     """
     group = exchange(name)
     peers = _peers(group, x_TD, row_NK.shape[1])
-    return (_launch_pull_rows if x_TD.is_cuda else pull_rows_reference)(group, peers, x_TD, row_NK, num_rows)
+    push = _launch_push_rows if x_TD.is_cuda else push_rows_reference
+    return push(group, peers, x_TD, row_NK, experts_TK, num_rows, num_local, etp)
 
 
-@pull_rows.register_fake
-def _(x_TD: Tensor, row_NK: Tensor, num_rows: int, name: str) -> Tensor:
+@push_rows.register_fake
+def _(x_TD: Tensor, row_NK: Tensor, experts_TK: Tensor, num_rows: int, name: str, num_local: int, etp: int) -> Tensor:
     return x_TD.new_empty(num_rows, x_TD.shape[1])
 
 
@@ -235,8 +270,7 @@ def push_sums(
         rows_RD: [R, D].
         row_NJ: [N, J] integers in [-1, R): the rows of each place; -1 adds nothing.
         slot_grads_NK: [N, K] gradients of the weights in each place, or None.
-        experts_TK: [T, K] as given to :func:`pull_tokens` on this rank.
-        num_local, etp: expert e lies on the ``etp`` ranks from ``e // num_local * etp`` on.
+        experts_TK, num_local, etp: as given to :func:`push_tokens` on this rank.
     Returns:
         y [T, D] in the rows' type, zero for tokens without a row; the gradients of the weights [T, K], each the sum over its
         expert's ranks and zero where not routed, or [0, K] if ``slot_grads_NK`` is None.

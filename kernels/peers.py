@@ -1,22 +1,18 @@
 """Memory that several ranks share and reach by plain loads and stores, and the rules by which they take turns in it.
 
-A *transfer* is an op that every rank of the group calls, all in the same order. There are two kinds, and each has buffers and
-signals of its own:
+A *transfer* is an op that every rank of the group calls, all in the same order: each writes into the others' memory and reads
+what they wrote into its own. Half of a rank's programs send and half receive, so that the links and the local memory are busy at
+the same time: sender p of a rank writes for receiver p of the others, in a few steps with a signal after each.
 
-- ``PULL``: every rank puts its tokens into its own memory, signals, waits for the others' signals, and reads from them;
-- ``PUSH``: every rank writes into the others' memory, signals, waits for the others' signals, and reads from its own.
+Signals are counters that only grow, and every program counts its transfers on the device, so that a CUDA graph that is replayed
+counts on. There are two kinds:
 
-A transfer goes through its tokens in ``STEPS`` pieces, and writes one piece ahead of what it reads: piece i + 1 is written before
-piece i is waited for. A rank counts its transfers on the device, so that a CUDA graph that is replayed counts on, and the signals
-are counters that only grow: piece i of transfer n is there when a rank has signalled ``n * STEPS + i + 1``.
+- ``SENT`` is ``n * STEPS + i + 1`` once the sender has written step i of transfer n; its receivers wait for that;
+- ``READ`` is ``n + 1`` once the receiver has read all of transfer n; senders wait for that before they write transfer n + 1.
 
-That is all that keeps a fast rank from overwriting what a slow one still reads. Transfer n writes pieces 0 and 1 before it
-waits; by then every signal of transfer n - 1 has been seen, so the others have at most pieces STEPS - 2 and STEPS - 1 of it left
-to read. Having waited for a piece of transfer n, it knows that everybody has finished transfer n - 1 (a rank's transfers run one
-after another, on one stream). So STEPS must be at least 4.
-
-Programs have counters and tokens of their own: program p of a rank waits for program p of the others and for nobody else, so
-a transfer never needs all of its programs on the device at once.
+As sender and receiver p have the same tokens in every transfer, nothing is overwritten that is still to be read. Programs start
+in the order of their numbers, senders first, and a sender waits only for the transfer before: so a transfer never needs all of
+its programs on the device at once.
 """
 
 import os
@@ -32,8 +28,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PULL, PUSH = 0, 1
-STEPS = 4
+SENT, READ = 0, 1
+STEPS = 16
+"""The most steps of a transfer."""
 
 Allocate = Callable[[int, torch.device], list[Tensor]]
 """``allocate(nbytes, device)``: collective; one zeroed uint8 tensor for each rank, all of which this process can reach."""
@@ -56,19 +53,16 @@ class TransferShape(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """One rank's share, T the most tokens of a rank, W ranks, P programs.
+    """What others write to one rank, T the most tokens of a rank, W ranks, P senders of each.
 
-    ``signals`` [2, W, P] int64, by kind and by the rank that signals; ``staged`` [T, D], this rank's tokens; ``experts``
-    [W, T, K] int32 and ``weights`` [W, T, K], by the rank whose tokens they are of; ``sums`` [W, T, D] and ``grads`` [W, T, K],
-    by the rank that sends them.
+    By the rank that writes: ``signals`` [W, 2, P] int64, by kind; ``tokens`` [W, T, D], tokens or sums of rows; ``experts``
+    [W, T, K] int32; ``weights`` [W, T, K], weights or their gradients.
     """
 
     signals: Tensor
-    staged: Tensor
+    tokens: Tensor
     experts: Tensor
     weights: Tensor
-    sums: Tensor
-    grads: Tensor
 
 
 class _Field(NamedTuple):
@@ -86,17 +80,17 @@ class _Field(NamedTuple):
 class Peers:
     """The memory of every rank for one shape of tokens.
 
-    ``table`` [fields, W] int64: addresses of each field on each rank; ``state`` [2 P + 1] int64: transfers of each kind that each
-    program has finished, then a place for the device to note a failure; ``failure`` [1] int64 in the host's memory: 1 + the
-    rank that a transfer missed.
+    ``table`` [fields, W] int64: addresses of each field on each rank; ``state`` [2 P + 1] int64: transfers that each of the P
+    senders and P receivers has finished, then a place for the device to note a failure; ``failure`` [1] int64 in the host's
+    memory: 1 + the rank that a transfer missed.
     """
 
     def __init__(self, memories: list[Memory], device: torch.device):
         self.memories = memories
-        programs = memories[0].signals.shape[-1]
+        pairs = memories[0].signals.shape[-1]
         addresses = [[getattr(memory, name).data_ptr() for memory in memories] for name in Memory._fields]
         self.table = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self.state = torch.zeros(2 * programs + 1, dtype=torch.int64, device=device)
+        self.state = torch.zeros(2 * pairs + 1, dtype=torch.int64, device=device)
         self.failure = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
@@ -107,7 +101,7 @@ class Exchange:
     Args:
         rank, world: place in the group and its size.
         max_tokens: the most tokens that a rank may bring.
-        programs: programs of a transfer, i.e. at most so many multiprocessors; the same on every rank.
+        programs: programs of a transfer, at least 2, i.e. at most so many multiprocessors; the same on every rank.
         names: how to call the ranks in an error.
         timeout: seconds after which a rank that did not signal is given up; see :func:`set_timeout`.
     """
@@ -126,6 +120,11 @@ class Exchange:
         """Places for received tokens: token t of rank s has place ``s * max_tokens + t``."""
         return self.world * self.max_tokens
 
+    @property
+    def pairs(self) -> int:
+        """Senders, and as many receivers."""
+        return self.programs // 2
+
     def peers(self, shape: TransferShape, device: torch.device) -> Peers:
         """Collective at the first call for a shape. Raises PeerError once a transfer has missed a rank."""
         if shape not in self._peers:
@@ -141,14 +140,12 @@ class Exchange:
             raise PeerError(self._message(missing - 1))
 
     def _build(self, shape: TransferShape, device: torch.device) -> Peers:
-        W, T, P = self.world, self.max_tokens, self.programs
+        W, T = self.world, self.max_tokens
         fields = {
-            "signals": _Field((2, W, P), torch.int64),
-            "staged": _Field((T, shape.D), shape.dtype),
+            "signals": _Field((W, 2, self.pairs), torch.int64),
+            "tokens": _Field((W, T, shape.D), shape.dtype),
             "experts": _Field((W, T, shape.K), torch.int32),
             "weights": _Field((W, T, shape.K), shape.weights_dtype),
-            "sums": _Field((W, T, shape.D), shape.dtype),
-            "grads": _Field((W, T, shape.K), shape.weights_dtype),
         }
         *starts, end = accumulate((-(-part.nbytes // 128) * 128 for part in fields.values()), initial=0)
         places = dict(zip(fields, starts, strict=True))

@@ -135,15 +135,15 @@ class Received(NamedTuple):
 
 
 def steps(ops: tuple, exchange: Exchange, peers: Peers, case: Case, inputs: Round, expected: Expected) -> list[Callable]:
-    """One rank's transfers of one round, in the order of :class:`Received`; ``ops`` are pull_tokens, pull_rows and push_sums."""
-    (pull_tokens, pull_rows, push_sums), rank, where = ops, exchange.rank, (exchange, peers)
+    """One rank's transfers of one round, in the order of :class:`Received`; ``ops`` are push_tokens, push_rows and push_sums."""
+    (push_tokens, push_rows, push_sums), rank, where = ops, exchange.rank, (exchange, peers)
     experts_TK, rows_RD, slot_grads_NK = inputs.experts[rank], inputs.rows[rank], inputs.slot_grads[rank]
-    first_expert, slot_N1 = rank // case.etp * case.num_local, expected.slot_N[:, None]
+    slot_N1, place = expected.slot_N[:, None], (case.num_local, case.etp)
     return [
-        lambda: pull_tokens(*where, inputs.x[rank], experts_TK, inputs.weights[rank], first_expert, case.num_local),
-        lambda: pull_rows(*where, inputs.grads[rank], expected.row_NK, len(rows_RD)),
-        lambda: push_sums(*where, rows_RD, expected.row_NK, None, experts_TK, case.num_local, case.etp),
-        lambda: push_sums(*where, rows_RD, slot_N1, slot_grads_NK, experts_TK, case.num_local, case.etp),
+        lambda: push_tokens(*where, inputs.x[rank], experts_TK, inputs.weights[rank], *place),
+        lambda: push_rows(*where, inputs.grads[rank], expected.row_NK, experts_TK, len(rows_RD), *place),
+        lambda: push_sums(*where, rows_RD, expected.row_NK, None, experts_TK, *place),
+        lambda: push_sums(*where, rows_RD, slot_N1, slot_grads_NK, experts_TK, *place),
     ]
 
 

@@ -2,7 +2,7 @@
 
 Received tokens have fixed places, N = ranks * max_tokens of them, and R = N * min(K, local experts) is a capacity that nothing
 can exceed; :mod:`parallelisms.dispatch.capacity` has smaller ones. A rank keeps its received tokens for backward, N D elements a
-layer whatever the load. What the transfers themselves need is allocated once for all layers: (N + max_tokens) D elements a rank.
+layer whatever the load. What the transfers themselves need is allocated once for all layers: N D elements a rank.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from kernels.dispatch import pull_rows, pull_tokens, push_sums
+from kernels.dispatch import push_rows, push_sums, push_tokens
 from kernels.sort import sort_pairs
 from parallelisms.dispatch.capacity import RowCapacity
 from parallelisms.dispatch.symmetric import open_exchange
@@ -22,7 +22,6 @@ class _Place(NamedTuple):
     """Where experts lie, as the ops of :mod:`kernels.dispatch` want to know it."""
 
     exchange: str
-    first_expert: int
     num_local: int
     etp: int
 
@@ -30,9 +29,7 @@ class _Place(NamedTuple):
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, place: _Place):
-        tokens_ND, weights_NK, key_NK, slot_N = pull_tokens(
-            x_TD, experts_TK, weights_TK, place.exchange, place.first_expert, place.num_local
-        )
+        tokens_ND, weights_NK, key_NK, slot_N = push_tokens(x_TD, experts_TK, weights_TK, *place)
         ctx.place = place
         ctx.save_for_backward(experts_TK, slot_N)
         ctx.mark_non_differentiable(key_NK)
@@ -42,7 +39,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx, grad_tokens_ND: Tensor, grad_weights_NK: Tensor, _):
         experts_TK, slot_N = ctx.saved_tensors
         grad_x_TD, grad_weights_TK = push_sums(
-            grad_tokens_ND, slot_N[:, None], grad_weights_NK, experts_TK, ctx.place.exchange, ctx.place.num_local, ctx.place.etp
+            grad_tokens_ND, slot_N[:, None], grad_weights_NK, experts_TK, *ctx.place
         )  # fmt: skip
         return grad_x_TD, grad_weights_TK, None, None
 
@@ -51,14 +48,14 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows_RD: Tensor, row_NK: Tensor, experts_TK: Tensor, place: _Place):
         ctx.place, ctx.num_rows = place, len(rows_RD)
-        ctx.save_for_backward(row_NK)
-        y_TD, _ = push_sums(rows_RD, row_NK, None, experts_TK, place.exchange, place.num_local, place.etp)
+        ctx.save_for_backward(row_NK, experts_TK)
+        y_TD, _ = push_sums(rows_RD, row_NK, None, experts_TK, *place)
         return y_TD
 
     @staticmethod
     def backward(ctx, grad_TD: Tensor):
-        (row_NK,) = ctx.saved_tensors
-        return pull_rows(grad_TD, row_NK, ctx.num_rows, ctx.place.exchange), None, None, None
+        row_NK, experts_TK = ctx.saved_tensors
+        return push_rows(grad_TD, row_NK, experts_TK, ctx.num_rows, *ctx.place), None, None, None
 
 
 class NvlinkHandle(NamedTuple):
@@ -71,7 +68,7 @@ class NvlinkDispatcher:
 
     Args:
         max_tokens: the most tokens that a rank brings; ranks may differ.
-        programs: programs, at most so many multiprocessors, of a transfer.
+        programs: programs, at least 2 and at most so many multiprocessors, of a transfer.
         capacity: a bound on the experts' rows; None gives room for all that can arrive.
     """
 
@@ -87,7 +84,7 @@ class NvlinkDispatcher:
     ):
         num_local = num_experts // ep
         exchange = open_exchange(group, max_tokens, programs)
-        self.place = _Place(exchange, group.rank() // etp * num_local, num_local, etp)
+        self.place = _Place(exchange, num_local, etp)
         self.slots, self.ep, self.capacity = group.size() * max_tokens, ep, capacity
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, NvlinkHandle]:

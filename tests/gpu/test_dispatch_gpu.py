@@ -9,7 +9,7 @@ from kernels import dispatch
 from kernels.peers import Exchange, PeerError, TransferShape
 
 DEVICE = torch.device("cuda")
-OPS = dispatch._launch_pull_tokens, dispatch._launch_pull_rows, dispatch._launch_push_sums
+OPS = dispatch._launch_push_tokens, dispatch._launch_push_rows, dispatch._launch_push_sums
 BF16 = torch.bfloat16
 CASES = [
     Case(2, 1, (700, 513), 256, 4, 16, programs=16, dtype=BF16),
@@ -66,7 +66,7 @@ def test_missing_rank_is_named() -> None:
     group, inputs = exchanges(case)[0], on(DEVICE, make_round(case, 0))
     group.timeout = 0.2
     peers = group.peers(TransferShape(case.D, case.K, case.dtype), DEVICE)
-    dispatch._launch_pull_tokens(group, peers, inputs.x[0], inputs.experts[0], inputs.weights[0], 0, 2)
+    dispatch._launch_push_tokens(group, peers, inputs.x[0], inputs.experts[0], inputs.weights[0], 2, 1)
     torch.cuda.synchronize()
     with pytest.raises(PeerError, match="rank 1 did not take part"):
         group.check(peers)

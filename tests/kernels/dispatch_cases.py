@@ -27,32 +27,31 @@ KERNEL_CASES = [
     Case(2, 1, (37, 30), 40, 2, 4),
     Case(2, 1, (5, 9), 1100, 3, 8, hot=True),
     Case(1, 2, (12, 20), 33, 1, 3, dtype=torch.bfloat16),
-    Case(4, 1, (3, 70, 0, 11), 24, 2, 4, programs=1),
-    Case(8, 1, (6,) * 8, 12, 2, 16, programs=1, dtype=torch.bfloat16),
+    Case(4, 1, (3, 70, 0, 11), 24, 2, 4, programs=2),
+    Case(8, 1, (6,) * 8, 12, 2, 16, programs=2, dtype=torch.bfloat16),
 ]
 REFERENCE_CASES = [
     *KERNEL_CASES,
-    Case(2, 1, (70, 0), 17, 3, 6, programs=1, dtype=torch.bfloat16),
+    Case(2, 1, (70, 0), 17, 3, 6, programs=2, dtype=torch.bfloat16),
     Case(2, 2, (9, 9, 9, 9), 16, 3, 6, dtype=torch.bfloat16),
     Case(3, 1, (4, 5, 6), 8, 2, 6, drop=1),
-    Case(8, 1, (40,) * 8, 12, 3, 16, programs=3, hot=True),
+    Case(8, 1, (40,) * 8, 12, 3, 16, programs=6, hot=True),
 ]
 
 
 def run_rank(case: Case, rank: int, memories: list[Tensor], use_kernels: bool) -> list[str]:
     """All transfers one right after the other, then all comparisons.
 
-    The first rank is slow between waiting and reading, and two transfers of a kind follow each other: the other ranks would
-    overwrite what it reads.
+    The first rank is slow between waiting and reading: the other ranks would overwrite what it reads.
     """
     exchange = make_exchange(case, rank, memories, timeout=0.1 if use_kernels else 60.0)
     peers = exchange.peers(TransferShape(case.D, case.K, case.dtype), CPU)
     ops = tuple(
         getattr(dispatch, f"_launch_{name}" if use_kernels else f"{name}_reference")
-        for name in ("pull_tokens", "pull_rows", "push_sums")
+        for name in ("push_tokens", "push_rows", "push_sums")
     )
     if rank == 0:
-        slow_down(dispatch_kernels, "_wait") if use_kernels else slow_down(dispatch, "_meet_reference")
+        slow_down(dispatch_kernels, "_wait") if use_kernels else slow_down(dispatch, "_wait_reference")
     rounds = [make_round(case, number) for number in range(2 if use_kernels else 6)]
     expected = [expect(case, inputs, rank) for inputs in rounds]
     received = [
@@ -87,11 +86,11 @@ def run_alone(case: Case, rank: int, memories: list[Tensor], use_kernels: bool) 
     if rank == 1:
         return []
     exchange, inputs = make_exchange(case, rank, memories, timeout=1e-7 if use_kernels else 0.1), make_round(case, 0)
-    pull = dispatch._launch_pull_tokens if use_kernels else dispatch.pull_tokens_reference
+    push = dispatch._launch_push_tokens if use_kernels else dispatch.push_tokens_reference
     try:
         for _ in range(2):
             peers = exchange.peers(TransferShape(case.D, case.K, case.dtype), CPU)
-            pull(exchange, peers, inputs.x[rank], inputs.experts[rank], inputs.weights[rank], 0, case.num_local)
+            push(exchange, peers, inputs.x[rank], inputs.experts[rank], inputs.weights[rank], case.num_local, 1)
     except PeerError as error:
         return [] if "rank 1 did not take part" in str(error) else [str(error)]
     return [f"{case}, rank {rank}: no error"]
