@@ -1,6 +1,6 @@
 """Dispatch and combine alone, beside a plain copy between the same GPUs and beside NCCL.
 
-torchrun --nproc-per-node 2 benchmarks/dispatch.py [--tokens 8192,32768] [--programs 16,32,64,132] [--out FOLDER]
+torchrun --nproc-per-node 2 benchmarks/dispatch.py [--tokens 8192,32768] [--sms 16,32,64,132] [--out FOLDER]
 
 bf16 tokens, fp32 weights, natural routing from random scores, all ranks of the run as one expert group. Payload is what leaves a
 rank: each token once for every other rank with one of its experts. "transfers" are the kernels of kernels/dispatch.py in a CUDA
@@ -120,10 +120,10 @@ def peer_copy_rates(size: int = 256 * MIB) -> dict[str, float]:
 
 
 @torch.no_grad()
-def transfers(case: Case, programs: int) -> dict[str, float]:
+def transfers(case: Case, sms: int) -> dict[str, float]:
     """us of the four transfers of a layer, forward and backward, in CUDA graphs."""
     world, routing = dist.get_world_size(), case.routing()
-    dispatcher = build_dispatcher("nvlink", case.E, dist.group.WORLD, world, 1, case.T, programs)
+    dispatcher = build_dispatcher("nvlink", case.E, dist.group.WORLD, world, 1, case.T, sms)
     place = dispatcher.place
     experts_TK, weights_TK = routing.topk_experts_TK, routing.topk_weights_TK
     x_TD = torch.randn(case.T, case.D, device="cuda", dtype=torch.bfloat16)
@@ -140,10 +140,10 @@ def transfers(case: Case, programs: int) -> dict[str, float]:
     return dict(zip(PASSES, map(graphed, runs), strict=True))
 
 
-def whole(case: Case, kind: str, programs: int) -> dict[str, float]:
+def whole(case: Case, kind: str, sms: int) -> dict[str, float]:
     """us of a dispatcher's four passes, eagerly, its local parts included."""
     routing = case.routing()
-    dispatcher = build_dispatcher(kind, case.E, dist.group.WORLD, dist.get_world_size(), 1, case.T, programs)
+    dispatcher = build_dispatcher(kind, case.E, dist.group.WORLD, dist.get_world_size(), 1, case.T, sms)
     x_TD = torch.randn(case.T, case.D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     routed, handle = dispatcher.dispatch(x_TD, routing)
     rows_RD = torch.randn(len(routed.pair_R), case.D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -164,7 +164,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     for T in options.tokens:
         case = Case(T, options.width, options.experts, options.choices)
         payload = case.payload(case.routing().topk_experts_TK)
-        runs = {f"nvlink transfers, {programs} programs": partial(transfers, case, programs) for programs in options.programs}
+        runs = {f"nvlink transfers, {sms} SMs": partial(transfers, case, sms) for sms in options.sms}
         runs |= {f"{kind} whole": partial(whole, case, kind, 64) for kind in ("nvlink", "alltoall")}
         for name, run in runs.items():
             entries.append({"tokens": T, "run": name, "payload": payload, "us": run()})
@@ -208,7 +208,7 @@ def _numbers(text: str) -> list[int]:
 def parse_options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=_numbers, default=[8192, 32768], help="tokens of a rank, by commas")
-    parser.add_argument("--programs", type=_numbers, default=[16, 32, 64, 132], help="programs of a transfer, by commas")
+    parser.add_argument("--sms", type=_numbers, default=[16, 32, 64, 132], help="multiprocessors for a transfer, by commas")
     parser.add_argument("--width", type=int, default=2048, help="elements of a token")
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--choices", type=int, default=8, help="experts of a token")

@@ -91,7 +91,7 @@ class Peers:
         addresses = [[getattr(memory, name).data_ptr() for memory in memories] for name in Memory._fields]
         self.table = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.state = torch.zeros(2 * pairs + 1, dtype=torch.int64, device=device)
-        self.failure = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.failure = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
 
 @dataclass

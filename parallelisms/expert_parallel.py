@@ -17,7 +17,7 @@ def apply_expert_parallel(
     mesh: FoldedMesh,
     dispatcher: str,
     max_tokens: int,
-    programs: int,
+    dispatch_sms: int,
     dtype: torch.dtype,
     capacity: RowCapacity,
 ) -> None:
@@ -33,5 +33,5 @@ def apply_expert_parallel(
                 parameter = distribute_tensor(getattr(experts, name), model_mesh, placements)
                 setattr(experts, name, nn.Parameter(parameter))
         block.moe.dispatcher = build_dispatcher(
-            dispatcher, experts.num_experts, mesh.dispatch_group, layout.ep, layout.etp, max_tokens, programs, dtype, capacity
+            dispatcher, experts.num_experts, mesh.dispatch_group, layout.ep, layout.etp, max_tokens, dispatch_sms, dtype, capacity
         )

@@ -23,7 +23,7 @@ def build_dispatcher(
     ep: int,
     etp: int,
     max_tokens: int = 0,
-    programs: int = 64,
+    sms: int = 64,
     dtype: torch.dtype = torch.bfloat16,
     capacity: RowCapacity | None = None,
 ) -> Dispatcher:
@@ -34,7 +34,8 @@ def build_dispatcher(
             whose packages must be installed.
         group: the ep x etp ranks, etp varying fastest; None when ep * etp is 1.
         max_tokens: the most tokens that a rank brings to a layer, for those that make buffers for so many: nvlink and hybridep.
-        programs: multiprocessors that a transfer of nvlink, deepep or hybridep takes at most.
+        sms: multiprocessors that a transfer of deepep or hybridep takes at most; one of nvlink has as many programs as fit on
+            so many.
         dtype: of the tokens, by which auto chooses.
         capacity: a bound on the rows of nvlink's experts.
     """
@@ -44,9 +45,9 @@ def build_dispatcher(
         case "local":
             return LocalDispatcher()
         case "nvlink":
-            return NvlinkDispatcher(num_experts, group, ep, etp, max_tokens, programs, capacity)
+            return NvlinkDispatcher(num_experts, group, ep, etp, max_tokens, sms, capacity)
         case "deepep":
-            return DeepEPDispatcher(num_experts, group, programs)
+            return DeepEPDispatcher(num_experts, group, sms)
         case "hybridep":
-            return HybridEPDispatcher(num_experts, group, max_tokens, programs)
+            return HybridEPDispatcher(num_experts, group, max_tokens, sms)
     return {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}[kind](num_experts, group, ep, etp)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from kernels.dispatch import push_rows, push_sums, push_tokens
+from kernels.dispatch import PROGRAMS_OF_SM, push_rows, push_sums, push_tokens
 from kernels.sort import sort_pairs
 from parallelisms.dispatch.capacity import RowCapacity
 from parallelisms.dispatch.symmetric import open_exchange
@@ -68,7 +68,7 @@ class NvlinkDispatcher:
 
     Args:
         max_tokens: the most tokens that a rank brings; ranks may differ.
-        programs: programs, at least 2 and at most so many multiprocessors, of a transfer.
+        sms: multiprocessors; a transfer has as many programs as fit on so many.
         capacity: a bound on the experts' rows; None gives room for all that can arrive.
     """
 
@@ -79,11 +79,11 @@ class NvlinkDispatcher:
         ep: int,
         etp: int,
         max_tokens: int,
-        programs: int,
+        sms: int,
         capacity: RowCapacity | None = None,
     ):
         num_local = num_experts // ep
-        exchange = open_exchange(group, max_tokens, programs)
+        exchange = open_exchange(group, max_tokens, PROGRAMS_OF_SM * sms)
         self.place = _Place(exchange, num_local, etp)
         self.slots, self.ep, self.capacity = group.size() * max_tokens, ep, capacity
 
