@@ -19,7 +19,7 @@ def entry(tokens: int, run: str, *us: float) -> dict:
 
 def test_table() -> None:
     entries = [
-        entry(8192, "nvlink transfers, 64 programs", 125.0, 200.0, 100.0, 250.0),
+        entry(8192, "nvlink transfers, 64 SMs", 125.0, 200.0, 100.0, 250.0),
         entry(8192, "nvlink whole", 100.0, 100.0, 150.0, 150.0),
         entry(8192, "alltoall whole", 300.0, 200.0, 250.0, 250.0),
     ]
@@ -28,18 +28,18 @@ def test_table() -> None:
     assert lines[0] == "peer copy: write 32 MiB 350 GB/s, read 256 MiB 400 GB/s"
     assert lines[2].split()[:3] == ["tokens", "MB", "run"]
     cells = "125 320 (80%) 200 200 (50%) 100 400 (100%) 250 160 (40%)"
-    assert lines[3].split() == f"8192 40 nvlink transfers, 64 programs {cells}".split()
+    assert lines[3].split() == f"8192 40 nvlink transfers, 64 SMs {cells}".split()
     assert lines[-1] == "8192 tokens: alltoall over nvlink 2.50 x forward, 2.00 x with backward"
     assert len({len(line) for line in lines[2:6]}) == 1
 
 
 def test_options() -> None:
-    options = dispatch.parse_options(["--tokens", "64,7", "--programs", "3", "--commit", "abc"])
-    assert options.tokens == [64, 7] and options.programs == [3] and options.commit == "abc"
+    options = dispatch.parse_options(["--tokens", "64,7", "--sms", "3", "--commit", "abc"])
+    assert options.tokens == [64, 7] and options.sms == [3] and options.commit == "abc"
     assert (options.width, options.experts, options.choices) == (2048, 128, 8)
 
 
-@pytest.mark.parametrize("argv", [["--tokens", "0"], ["--tokens", "a"], ["--programs", ""], ["--token", "5,-5"]])
+@pytest.mark.parametrize("argv", [["--tokens", "0"], ["--tokens", "a"], ["--sms", ""], ["--token", "5,-5"]])
 def test_wrong_options(argv, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         dispatch.parse_options(argv)

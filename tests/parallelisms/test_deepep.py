@@ -24,7 +24,7 @@ def round_trip(kind: str, dropped: int) -> list[torch.Tensor]:
     x_TD, grad_TD = (torch.randn(T, D, generator=generator).bfloat16() for _ in range(2))
     weights_TK = torch.rand(T, K, generator=generator) * (experts_TK < EXPERTS)
     inputs = x_TD.requires_grad_(), weights_TK.requires_grad_()
-    dispatcher = build_dispatcher(kind, EXPERTS, dist.group.WORLD, world, 1, max_tokens=T, programs=4)
+    dispatcher = build_dispatcher(kind, EXPERTS, dist.group.WORLD, world, 1, max_tokens=T, sms=4)
     order = PairOrder(*sort_pairs(experts_TK.flatten(), EXPERTS))
     routed, handle = dispatcher.dispatch(x_TD, Routing(experts_TK, weights_TK, order))
     rows_RD = place_rows(routed.tokens_ND, routed.row_NK, len(routed.pair_R))
