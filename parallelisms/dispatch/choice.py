@@ -9,9 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-CHOOSES_NVLINK = False
-"""Whether "auto" may stand for nvlink."""
-
 
 class Place(NamedTuple):
     """Where a rank's GPU is: its host, its number there, and how many NVLinks it has to each GPU of the host."""
@@ -31,7 +28,7 @@ def choose_dispatcher(group: ProcessGroup | None, dtype: torch.dtype) -> str:
     """
     if group is None:
         return "local"
-    if not (CHOOSES_NVLINK and torch.cuda.is_available() and dtype == torch.bfloat16):
+    if not (torch.cuda.is_available() and dtype == torch.bfloat16):
         return "alltoall"
     return "nvlink" if share_nvlink(_places(group)) else "alltoall"
 

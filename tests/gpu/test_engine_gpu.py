@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from moe_titan.data import MicroBatch
 from moe_titan.engine import Engine, TrainOptions
 from parallelisms.folded_mesh import FoldedMesh, Layout
 from parallelisms.parallelize import ParallelOptions
@@ -28,11 +29,27 @@ BOUNDS = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (2e-3, 1e-2)}
 
 def train(layout: Layout, device: torch.device, dtype: torch.dtype) -> list[tuple[float, float]]:
     """Loss and gradient norm of five steps on the same global batch."""
-    mesh = FoldedMesh(layout, device.type)
-    engine = Engine(NAME, ARGS, mesh, device, TrainOptions(), ParallelOptions(param_dtype=dtype))
-    batches = tiny.share(tiny.global_batch(0, 8, seq=SEQ), mesh.data_rank, layout.dp, 1)
+    engine, batches = build(layout, device, dtype)
     results = [engine.step(batches, lr=1e-3) for _ in range(5)]
     return [(result.loss, result.grad_norm) for result in results]
+
+
+def build(layout: Layout, device: torch.device, dtype: torch.dtype) -> tuple[Engine, list[MicroBatch]]:
+    mesh = FoldedMesh(layout, device.type)
+    options = ParallelOptions(param_dtype=dtype, dispatch_tokens=8 * SEQ)
+    engine = Engine(NAME, ARGS, mesh, device, TrainOptions(), options)
+    return engine, tiny.share(tiny.global_batch(0, 8, seq=SEQ), mesh.data_rank, layout.dp, 1)
+
+
+def train_without_waiting(layout: Layout, device: torch.device) -> None:
+    """Twenty steps in which the host must not wait for the device, after one that compiles kernels."""
+    engine, batches = build(layout, device, torch.bfloat16)
+    engine.step(batches, lr=1e-3).wait()
+    pinned = [MicroBatch(*(each if each is None else each.pin_memory() for each in batch)) for batch in batches]
+    torch.cuda.set_sync_debug_mode("error")
+    results = [engine.step(pinned, lr=1e-3) for _ in range(20)]
+    torch.cuda.set_sync_debug_mode("default")
+    assert results[-1].loss < results[0].loss
 
 
 def train_on_gpus(rank: int, world: int, folder: str) -> None:
@@ -40,6 +57,8 @@ def train_on_gpus(rank: int, world: int, folder: str) -> None:
     device, store, timeout = torch.device("cuda", rank), f"file://{folder}/store", timedelta(seconds=60)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=rank, world_size=world, timeout=timeout)
     runs = [[train(layout, device, dtype) for layout in LAYOUTS[world]] for dtype in BOUNDS]
+    for layout in LAYOUTS[world]:
+        train_without_waiting(layout, device)
     if rank == 0:
         Path(folder, "runs.json").write_text(json.dumps(runs))
     dist.destroy_process_group()

@@ -32,18 +32,16 @@ class FakeGroup:
 
 
 @pytest.mark.parametrize(
-    ("may", "cuda", "dtype", "places", "expected"),
+    ("cuda", "dtype", "places", "expected"),
     [
-        (True, True, torch.bfloat16, CONNECTED, "nvlink"),
-        (False, True, torch.bfloat16, CONNECTED, "alltoall"),
-        (True, False, torch.bfloat16, CONNECTED, "alltoall"),
-        (True, True, torch.float32, CONNECTED, "alltoall"),
-        (True, True, torch.bfloat16, [Place("a", 0, [0, 0]), Place("b", 0, [0, 0])], "alltoall"),
+        (True, torch.bfloat16, CONNECTED, "nvlink"),
+        (False, torch.bfloat16, CONNECTED, "alltoall"),
+        (True, torch.float32, CONNECTED, "alltoall"),
+        (True, torch.bfloat16, [Place("a", 0, [0, 0]), Place("b", 0, [0, 0])], "alltoall"),
     ],
     ids=str,
 )
-def test_choice(monkeypatch, may, cuda, dtype, places, expected) -> None:
-    monkeypatch.setattr(choice, "CHOOSES_NVLINK", may)
+def test_choice(monkeypatch, cuda, dtype, places, expected) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(choice, "_places", lambda group: places)
     assert choose_dispatcher(FakeGroup(), dtype) == expected
