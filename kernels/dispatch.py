@@ -25,7 +25,7 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 # Tokens that a program works on at a time, the same in all transfers: they decide which pair of programs has which tokens.
 TILE = 2
 WARPS = 4
-PROGRAMS_OF_SM = 4
+PROGRAMS_OF_SM = 5
 """Programs that are on one multiprocessor together."""
 
 

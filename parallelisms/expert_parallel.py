@@ -17,7 +17,7 @@ def apply_expert_parallel(
     mesh: FoldedMesh,
     dispatcher: str,
     max_tokens: int,
-    dispatch_sms: int,
+    dispatch_sms: int | None,
     dtype: torch.dtype,
     capacity: RowCapacity,
 ) -> None:

@@ -29,7 +29,7 @@ class ParallelOptions:
 
     dispatcher: str = "auto"
     dispatch_tokens: int = 0
-    dispatch_sms: int = 64
+    dispatch_sms: int | None = None
     capacity_factor: float | None = None
     param_dtype: torch.dtype = torch.bfloat16
     reshard_after_forward: bool = True

@@ -142,7 +142,9 @@ class Moe:
         "auto",
         "How tokens reach their experts; local is for experts that are not spread over ranks, nvlink for ranks of one host",
     )
-    dispatch_sms: int = key(64, "Multiprocessors for a transfer of nvlink, deepep or hybridep", at_least(1))
+    dispatch_sms: int | None = key(
+        None, "Multiprocessors for a transfer of nvlink, deepep or hybridep; none for what each is fastest with", at_least(1)
+    )
     capacity_factor: float | None = key(
         None, "Rows that nvlink's experts have room for, over those of even loads; none for all that can arrive", POSITIVE
     )

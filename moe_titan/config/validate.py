@@ -189,7 +189,7 @@ def _check_package(config: Config, etp: int) -> Iterator[str]:
         yield config.problem(_ETP, f'must be 1 with moe.dispatcher = {show(kind)}; use "auto" to split experts')
     if config.training.mixed_precision_param != "bfloat16":
         yield config.problem("training.mixed_precision_param", f'must be "bfloat16" with moe.dispatcher = {show(kind)}')
-    if kind == "deepep" and config.moe.dispatch_sms % 2:
+    if kind == "deepep" and (config.moe.dispatch_sms or 0) % 2:
         yield config.problem("moe.dispatch_sms", 'must be even with moe.dispatcher = "deepep"')
 
 

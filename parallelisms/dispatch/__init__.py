@@ -23,7 +23,7 @@ def build_dispatcher(
     ep: int,
     etp: int,
     max_tokens: int = 0,
-    sms: int = 64,
+    sms: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     capacity: RowCapacity | None = None,
 ) -> Dispatcher:
@@ -35,7 +35,7 @@ def build_dispatcher(
         group: the ep x etp ranks, etp varying fastest; None when ep * etp is 1.
         max_tokens: the most tokens that a rank brings to a layer, for those that make buffers for so many: nvlink and hybridep.
         sms: multiprocessors that a transfer of deepep or hybridep takes at most; one of nvlink has as many programs as fit on
-            so many.
+            so many. None: as each is fastest, or says itself.
         dtype: of the tokens, by which auto chooses.
         capacity: a bound on the rows of nvlink's experts.
     """

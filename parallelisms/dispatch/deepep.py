@@ -17,10 +17,11 @@ from parallelisms.routing import RoutedTokens, Routing
 
 
 @cache
-def _open_buffer(group: ProcessGroup, token_bytes: int, programs: int) -> Any:
+def _open_buffer(group: ProcessGroup, token_bytes: int, sms: int | None) -> Any:
     """The buffer of all layers of a group, of the size that DeepEP recommends."""
     Buffer = importlib.import_module("deep_ep").Buffer
-    Buffer.set_num_sms(programs)
+    if sms is not None:
+        Buffer.set_num_sms(sms)
     configs = Buffer.get_dispatch_config(group.size()), Buffer.get_combine_config(group.size())
     nvlink_bytes = max(config.get_nvl_buffer_size_hint(token_bytes, group.size()) for config in configs)
     rdma_bytes = max(config.get_rdma_buffer_size_hint(token_bytes, group.size()) for config in configs)
@@ -78,14 +79,14 @@ class DeepEPDispatcher:
     """For bf16 tokens; every rank holds whole experts.
 
     Args:
-        programs: multiprocessors of a transfer, an even number.
+        sms: multiprocessors of a transfer, an even number; None for its default.
     """
 
-    def __init__(self, num_experts: int, group: ProcessGroup, programs: int):
-        self.num_experts, self.group, self.programs = num_experts, group, programs
+    def __init__(self, num_experts: int, group: ProcessGroup, sms: int | None):
+        self.num_experts, self.group, self.sms = num_experts, group, sms
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, DeepEPHandle]:
-        buffer = _open_buffer(self.group, x_TD.shape[1] * x_TD.element_size(), self.programs)
+        buffer = _open_buffer(self.group, x_TD.shape[1] * x_TD.element_size(), self.sms)
         tokens_ND, weights_NK, local_NK, num_rows, passed = _Dispatch.apply(
             x_TD, routing.topk_weights_TK, routing.topk_experts_TK, self.num_experts, buffer
         )

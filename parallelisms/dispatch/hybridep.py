@@ -16,15 +16,15 @@ from parallelisms.routing import RoutedTokens, Routing
 
 
 @cache
-def _open_buffer(group: ProcessGroup, D: int, max_tokens: int, num_local: int, programs: int) -> Any:
+def _open_buffer(group: ProcessGroup, D: int, max_tokens: int, num_local: int, sms: int | None) -> Any:
     """The buffer of all layers of a group."""
     return importlib.import_module("deep_ep").HybridEPBuffer(
         group,
         hidden_dim=D,
         max_num_of_tokens_per_rank=max_tokens,
         num_local_experts=num_local,
-        num_sms_dispatch_api=programs,
-        num_sms_combine_api=programs,
+        num_sms_dispatch_api=sms,
+        num_sms_combine_api=sms,
     )
 
 
@@ -73,15 +73,15 @@ class HybridEPDispatcher:
 
     Args:
         max_tokens: the most tokens that a rank brings.
-        programs: multiprocessors of a transfer.
+        sms: multiprocessors of a transfer; None for its default.
     """
 
-    def __init__(self, num_experts: int, group: ProcessGroup, max_tokens: int, programs: int):
-        self.num_experts, self.group, self.max_tokens, self.programs = num_experts, group, max_tokens, programs
+    def __init__(self, num_experts: int, group: ProcessGroup, max_tokens: int, sms: int | None):
+        self.num_experts, self.group, self.max_tokens, self.sms = num_experts, group, max_tokens, sms
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, HybridEPHandle]:
         num_local = self.num_experts // self.group.size()
-        buffer = _open_buffer(self.group, x_TD.shape[1], self.max_tokens, num_local, self.programs)
+        buffer = _open_buffer(self.group, x_TD.shape[1], self.max_tokens, num_local, self.sms)
         # The last column takes what is not routed.
         experts_TK, weights_TK = routing.topk_experts_TK, routing.topk_weights_TK
         wide_TE = weights_TK.new_zeros(len(x_TD), self.num_experts + 1).scatter(1, experts_TK, weights_TK)

@@ -17,6 +17,9 @@ from parallelisms.dispatch.capacity import RowCapacity
 from parallelisms.dispatch.symmetric import open_exchange
 from parallelisms.routing import RoutedTokens, Routing
 
+# Nothing runs beside a transfer.
+_ALL = 132
+
 
 class _Place(NamedTuple):
     """Where experts lie, as the ops of :mod:`kernels.dispatch` want to know it."""
@@ -68,7 +71,7 @@ class NvlinkDispatcher:
 
     Args:
         max_tokens: the most tokens that a rank brings; ranks may differ.
-        sms: multiprocessors; a transfer has as many programs as fit on so many.
+        sms: multiprocessors; a transfer has as many programs as fit on so many. None: on all of an H200.
         capacity: a bound on the experts' rows; None gives room for all that can arrive.
     """
 
@@ -79,11 +82,11 @@ class NvlinkDispatcher:
         ep: int,
         etp: int,
         max_tokens: int,
-        sms: int,
+        sms: int | None,
         capacity: RowCapacity | None = None,
     ):
         num_local = num_experts // ep
-        exchange = open_exchange(group, max_tokens, PROGRAMS_OF_SM * sms)
+        exchange = open_exchange(group, max_tokens, PROGRAMS_OF_SM * (sms or _ALL))
         self.place = _Place(exchange, num_local, etp)
         self.slots, self.ep, self.capacity = group.size() * max_tokens, ep, capacity
 
