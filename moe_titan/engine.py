@@ -1,9 +1,8 @@
 """One optimizer step of a parallelised model: all of the mathematics of training, and nothing of its bookkeeping."""
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,15 +17,13 @@ from moe_titan.layers.load_balancer import LoadBalancer
 from moe_titan.layers.moe import MoE
 from moe_titan.models import attention_masks, build_model
 from moe_titan.optimizer import ShardedAdamW
-from moe_titan.step_result import StepResult
+from moe_titan.step_result import Numbers, StepResult
+from moe_titan.unread_steps import UnreadSteps
 from parallelisms.dispatch.capacity import RowCapacity
 from parallelisms.folded_mesh import FoldedMesh
 from parallelisms.parallelize import ParallelOptions, parallelize
 from parallelisms.routing import RoutingTape
 from parallelisms.tensor_parallel import sequence_share
-
-logger = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -87,29 +84,30 @@ class Engine:
             implementation=options.implementation,
         )
         self.balancer = LoadBalancer(self.model, mesh.stage_group)
+        self._unread = UnreadSteps(self.optimizer, self.capacity)
 
     def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Trains on this rank's micro-batches (equally many, equally shaped on every rank).
 
         Does not wait for the device. A loss or gradient that is not finite changes no parameter, and the result tells of it;
         until somebody has waited for that result, further steps change nothing either.
+
+        With a capacity factor the same goes for a step whose rows did not fit: waiting for it, or for a later one, runs it and
+        those since again, so their micro-batches must stay as they are. When more than ``unread_steps.MOST`` are unread, this
+        waits for the oldest.
         """
-        self.model.train()
-        self.optimizer.expect(len(micro_batches))
-        denominator = self.count_trained(micro_batches).clamp(min=1)
-        loss, balance = self._with_room_for_all(lambda: self._train_on(micro_batches, denominator))
-        if self.mesh.data_group is not None:
-            dist.all_reduce(loss, group=self.mesh.data_group)
-        update = self.optimizer.step(lr, self.options.max_norm)
-        load = self.balancer.step(self.optimizer.halted)
-        return StepResult(self.optimizer, update, loss, denominator, load, self._total(balance))
+        return self._unread.launch(partial(self._step, tuple(micro_batches), lr))
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Loss per trained token of the global batch; leaves no trace in model, optimizer or balancer."""
+        self._unread.wait()
         self.model.eval()
         denominator = self.count_trained(micro_batches).clamp(min=1)
-        loss = self._with_room_for_all(lambda: self._evaluate_on(micro_batches, denominator))
+        loss = self._evaluate_on(micro_batches, denominator)
+        if (exceeded := self.capacity.take_exceeded()) is not None and exceeded:
+            with self.capacity.lifted():
+                loss = self._evaluate_on(micro_batches, denominator)
         if self.mesh.data_group is not None:
             dist.all_reduce(loss, group=self.mesh.data_group)
         return loss.item()
@@ -122,14 +120,20 @@ class Engine:
             dist.all_reduce(total, group=self.mesh.data_group)
         return total
 
-    def _with_room_for_all(self, run: Callable[[], _Result]) -> _Result:
-        """What ``run`` returns, once no layer has left out rows."""
-        result = run()
-        if self.capacity.exceeded():
-            logger.warning("an expert rank got more rows than moe.capacity_factor allows; the step is repeated with room for all")
-            with self.capacity.lifted():
-                result = run()
-        return result
+    @torch.enable_grad()  # whoever waits for it
+    def _step(self, micro_batches: Sequence[MicroBatch], lr: float) -> Numbers:
+        self.model.train()
+        self.optimizer.expect(len(micro_batches))
+        denominator = self.count_trained(micro_batches).clamp(min=1)
+        loss, balance = self._train_on(micro_batches, denominator)
+        if self.mesh.data_group is not None:
+            dist.all_reduce(loss, group=self.mesh.data_group)
+        exceeded = self.capacity.take_exceeded()
+        if exceeded is not None:
+            self.optimizer.halted |= exceeded
+        update = self.optimizer.step(lr, self.options.max_norm)
+        load = self.balancer.step(self.optimizer.halted)
+        return Numbers(update, loss, denominator, load, self._total(balance), exceeded)
 
     def _train_on(self, micro_batches: Sequence[MicroBatch], denominator: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Gradients and counts of these micro-batches and of no others. Returns the loss, and the balance loss of each batch."""

@@ -78,7 +78,8 @@ class ShardedAdamW:
     def step(self, lr: float, max_norm: float) -> Update:
         """Clips, updates and clears the gradients, without waiting for the device.
 
-        A norm that is not finite sets ``halted`` there: this step and all that follow change nothing, up to :meth:`refuse`.
+        While ``halted`` is set there, as a norm that is not finite sets it, this step and all that follow change nothing, up to
+        :meth:`take_back`.
         """
         grads = {name: self._gradient(parameter) for name, parameter in self.parameters.items()}
         norms = _norms(grads)
@@ -101,16 +102,20 @@ class ShardedAdamW:
         self._number += 1
         return Update(norm, norms, self._number)
 
-    def refuse(self, update: Update) -> NoReturn:
-        """For a step whose norm is not finite: takes it and those since out of the counts. All ranks must call it together.
-
-        Raises:
-            NonFiniteGradient: naming the first parameter and rank.
-        """
+    def take_back(self, update: Update) -> None:
+        """For a step that was halted: takes it and those since out of the counts. What follows may change something again."""
         for _, count in self.step_counts():
             count -= self._number - update.number + 1
         self._number = update.number - 1
         self.halted.zero_()
+
+    def refuse(self, update: Update) -> NoReturn:
+        """Takes back a step whose norm is not finite. All ranks must call it together.
+
+        Raises:
+            NonFiniteGradient: naming the first parameter and rank.
+        """
+        self.take_back(update)
         bad = [name for name in self.parameters if not update.norms[name] < float("inf")]
         found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, bad)

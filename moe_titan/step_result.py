@@ -1,41 +1,71 @@
 """The numbers of an optimizer step, which the host asks for when it needs them."""
 
-from math import isfinite
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from moe_titan.optimizer import NonFiniteGradient, ShardedAdamW, Update
+from moe_titan.optimizer import NonFiniteGradient, Update
+
+
+class Numbers:
+    """What one pass over a step's micro-batches found, on its way to the host. Reading it waits for the device.
+
+    Args:
+        loss: scalar, per trained token of the global batch.
+        tokens: scalar, trained in the global batch.
+        expert_load: int64 [E] tokens per expert, by layer.
+        balance_loss: scalar, None without one.
+        exceeded: bool scalar, whether rows were left out; None where there is room for all.
+    """
+
+    def __init__(
+        self,
+        update: Update,
+        loss: Tensor,
+        tokens: Tensor,
+        expert_load: dict[str, Tensor],
+        balance_loss: Tensor | None,
+        exceeded: Tensor | None,
+    ):
+        self.update = update
+        named = {"loss": loss, "norm": update.norm, "tokens": tokens, "balance_loss": balance_loss, "exceeded": exceeded}
+        scalars = {name: scalar.detach().double() for name, scalar in named.items() if scalar is not None}
+        self._names, self._layers = list(scalars), list(expert_load)
+        copies = [torch.stack(list(scalars.values()))]
+        copies += [torch.stack(list(expert_load.values()))] if expert_load else []
+        self._copies = [each.to("cpu", non_blocking=True) for each in copies]
+        self._done = torch.cuda.Event() if loss.is_cuda else None
+        if self._done is not None:
+            self._done.record()
+
+    def scalars(self) -> dict[str, float]:
+        """Those of ``loss``, ``norm``, ``tokens``, ``balance_loss`` and ``exceeded`` that there are."""
+        self._wait()
+        return dict(zip(self._names, self._copies[0].tolist(), strict=True))
+
+    def expert_load(self) -> dict[str, Tensor]:
+        """As on the device, on the CPU."""
+        self._wait()
+        return dict(zip(self._layers, self._copies[1], strict=True)) if self._layers else {}
+
+    def _wait(self) -> None:
+        if self._done is not None:
+            self._done.synchronize()
 
 
 class StepResult:
     """One step's results, the same on every rank. Whoever reads one waits until the device has come to it.
 
     Args:
-        optimizer, update: whose update the step was, and what it found.
-        loss: scalar, per trained token of the global batch.
-        tokens: scalar, trained in the global batch.
-        expert_load: int64 [E] tokens per expert, by layer.
-        balance_loss: scalar, None without one.
+        numbers: of the step's first pass.
+        settle: called once somebody waits; decides what the step's ``numbers`` and ``failure`` are.
     """
 
-    def __init__(
-        self,
-        optimizer: ShardedAdamW,
-        update: Update,
-        loss: Tensor,
-        tokens: Tensor,
-        expert_load: dict[str, Tensor],
-        balance_loss: Tensor | None,
-    ):
-        self._optimizer, self._update, self._layers = optimizer, update, list(expert_load)
-        numbers = [loss, update.norm, tokens, *([] if balance_loss is None else [balance_loss])]
-        copies = [torch.stack([number.detach().double() for number in numbers])]
-        copies += [torch.stack(list(expert_load.values()))] if expert_load else []
-        self._copies = [each.to("cpu", non_blocking=True) for each in copies]
-        self._done = torch.cuda.Event() if loss.is_cuda else None
-        if self._done is not None:
-            self._done.record()
+    def __init__(self, numbers: Numbers, settle: Callable[["StepResult"], None]):
+        self.numbers, self.settled = numbers, False
+        self.failure: NonFiniteGradient | None = None
+        self._settle = settle
 
     def wait(self) -> "StepResult":
         """Returns itself once everything is there.
@@ -44,39 +74,33 @@ class StepResult:
             NonFiniteGradient: the loss or a gradient was not finite: neither this step nor one since has changed a parameter.
                 All ranks must wait for the same step.
         """
-        if self._done is not None:
-            self._done.synchronize()
-        loss, norm, *_ = self._copies[0].tolist()
-        if not isfinite(norm):
-            try:
-                self._optimizer.refuse(self._update)
-            except NonFiniteGradient as error:
-                raise NonFiniteGradient(f"{error}; the loss is {loss}") from None
+        if not self.settled:
+            self._settle(self)
+        if self.failure is not None:
+            raise self.failure
         return self
 
     @property
     def loss(self) -> float:
-        return self._number(0)
+        return self._scalars()["loss"]
 
     @property
     def grad_norm(self) -> float:
         """Before clipping."""
-        return self._number(1)
+        return self._scalars()["norm"]
 
     @property
     def tokens(self) -> int:
-        return int(self._number(2))
+        return int(self._scalars()["tokens"])
 
     @property
     def balance_loss(self) -> float | None:
-        return self._number(3) if len(self._copies[0]) > 3 else None
+        return self._scalars().get("balance_loss")
 
     @property
     def expert_load(self) -> dict[str, Tensor]:
         """Tokens per expert by layer, int64 [E] on the CPU."""
-        self.wait()
-        return dict(zip(self._layers, self._copies[1], strict=True)) if self._layers else {}
+        return self.wait().numbers.expert_load()
 
-    def _number(self, index: int) -> float:
-        self.wait()
-        return self._copies[0][index].item()
+    def _scalars(self) -> dict[str, float]:
+        return self.wait().numbers.scalars()

@@ -41,7 +41,7 @@ class ParallelOptions:
 def parallelize(model: nn.Module, mesh: FoldedMesh, options: ParallelOptions, capacity: RowCapacity) -> ShardingPlan:
     """Parallelises a model that lies on the meta device, in place, and returns where everything lies.
 
-    ``capacity`` bounds the rows of the experts; the caller asks it after each step.
+    ``capacity`` bounds the rows of the experts; the caller takes its note after each step.
 
     Tensor and expert parallelism place parameters; selective recomputation goes inside compiled regions and recomputation of
     whole blocks around them, since a compiled block is several graphs; FSDP2 comes last and shards what the others placed.

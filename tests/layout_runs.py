@@ -58,12 +58,15 @@ def train(
     if tweak is not None:
         tweak(engine)
     out: dict[str, Any] = {"initial": full_parameters(engine), "initial_bias": biases(engine)}
-    out |= {"loss": [], "norm": [], "tokens": [], "balance": [], "load": [], "grads": []}
+    out |= {"loss": [], "norm": [], "tokens": [], "balance": [], "load": []}
+    grads: dict[int, dict[str, np.ndarray]] = {}
     update = engine.optimizer.step
 
     def recording_step(lr, max_norm):
-        out["grads"].append(full_gradients(engine))
-        return update(lr, max_norm)
+        found = full_gradients(engine)
+        done = update(lr, max_norm)
+        grads[done.number] = found  # a step that is repeated has the same number
+        return done
 
     engine.optimizer.step = recording_step
     for step in range(steps):
@@ -74,6 +77,7 @@ def train(
         out["tokens"].append(result.tokens)
         out["balance"].append(result.balance_loss)
         out["load"].append({layer: load.tolist() for layer, load in result.expert_load.items()})
+    out["grads"] = list(grads.values())
     out["params"] = full_parameters(engine)
     out["bias"] = biases(engine)
     digests = shard_digests(engine)

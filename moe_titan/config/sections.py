@@ -146,7 +146,7 @@ class Moe:
         None, "Multiprocessors for a transfer of nvlink, deepep or hybridep; none for what each is fastest with", at_least(1)
     )
     capacity_factor: float | None = key(
-        None, "Rows that nvlink's experts have room for, over those of even loads; none for all that can arrive", POSITIVE
+        None, "Rows a rank has room for with nvlink, as a multiple of its even share; none for all that can arrive", POSITIVE
     )
     sequence_balance_loss_coeff: float = key(0.0, "Weight of the balance loss over each sequence", at_least(0))
     batch_balance_loss_coeff: float = key(0.0, "Weight of the balance loss over the batch", at_least(0))

@@ -1,5 +1,6 @@
 """A bound on the rows that nvlink's fixed shapes give to the experts, and the word that it was too small."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil
@@ -8,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 
 class RowCapacity:
     """How many rows the experts of a rank have room for in each layer; one object for all layers.
 
-    Rows beyond that are left out, and noted on the device. Whoever runs the layers asks afterwards, throws the results away and
-    runs them again with the bound :meth:`lifted`.
+    Rows beyond that are left out, and noted on the device. Whoever runs the layers takes the note afterwards, uses none of the
+    results if it says so, and runs the layers again with the bound :meth:`lifted`.
 
     Args:
         factor: times the rows that a rank gets when loads are even; None for room for all that can arrive.
@@ -23,6 +26,10 @@ class RowCapacity:
     def __init__(self, factor: float | None, device: torch.device):
         self._factor = factor
         self._exceeded = torch.zeros(1, dtype=torch.int32, device=device)
+
+    @property
+    def bounded(self) -> bool:
+        return self._factor is not None
 
     def rows(self, even: int, most: int) -> int:
         """Rows to make room for, when a rank gets ``even`` rows under even loads and ``most`` at most."""
@@ -38,18 +45,22 @@ class RowCapacity:
         self._exceeded |= offsets_e[-1:] > rows
         return torch.where(row_P < rows, row_P, -1), offsets_e.clamp(max=rows)
 
-    def exceeded(self) -> bool:
-        """Whether a layer of any rank wanted more rows since the last time. Collective; a host sync where rows are bounded."""
-        if self._factor is None:
-            return False
+    def take_exceeded(self) -> Tensor | None:
+        """Whether a layer of any rank wanted more rows since the last time: a bool scalar on the device, None without a bound.
+
+        Collective; the host does not wait.
+        """
+        if not self.bounded:
+            return None
         dist.all_reduce(self._exceeded, dist.ReduceOp.MAX)
-        found = bool(self._exceeded.item())
+        found = self._exceeded[0] > 0
         self._exceeded.zero_()
         return found
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Room for all rows."""
+        """Room for all rows, for repeating what has exceeded the bound."""
+        logger.warning("an expert rank got more rows than moe.capacity_factor allows; the step is repeated with room for all")
         factor, self._factor = self._factor, None
         try:
             yield
