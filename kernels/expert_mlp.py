@@ -53,8 +53,8 @@ def _up(rows_RD: Tensor, w13_E2FD: Tensor, offsets_E: Tensor, products: Products
 
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products):
-        ctx.products = products
+    def forward(ctx, x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products, put_off):
+        ctx.products, ctx.put_off = products, put_off
         gate_up_R2F = _up(spread_rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
         act_RF = weighted_swiglu(gate_up_R2F, weights_P, pair_R, offsets_E[-1:])
         kept_R2F = None if recompute else gate_up_R2F
@@ -74,9 +74,18 @@ class _ExpertMLP(torch.autograd.Function):
         grad_w2_EDF = products.weight_grad(grad_RD, act_RF, offsets_E)
         grad_gate_up = grad_gate_up_R2F.flatten(1, 2)
         grad_x_ND = gather_sum(products.input_grad(grad_gate_up, w13_E2FD.flatten(1, 2), offsets_E), row_NK)
-        # Copied as late as possible, so that the rows live for one product only.
-        grad_w13 = products.weight_grad(grad_gate_up, spread_rows(x_ND, row_NK, len(pair_R)), offsets_E)
-        return grad_x_ND, grad_w13.view_as(w13_E2FD), grad_w2_EDF, grad_weights_P, *[None] * 5
+
+        def grad_w13() -> Tensor:
+            # Copied as late as possible, so that the rows live for one product only.
+            rows_RD = spread_rows(x_ND, row_NK, len(pair_R))
+            return products.weight_grad(grad_gate_up, rows_RD, offsets_E).view_as(w13_E2FD)
+
+        if ctx.put_off is None:
+            grad_w13_E2FD = grad_w13()
+        else:
+            ctx.put_off(grad_w13)
+            grad_w13_E2FD = w13_E2FD.new_empty(()).expand_as(w13_E2FD)
+        return grad_x_ND, grad_w13_E2FD, grad_w2_EDF, grad_weights_P, *[None] * 6
 
 
 def expert_mlp(
@@ -89,6 +98,7 @@ def expert_mlp(
     offsets_E: Tensor,
     recompute: bool = False,
     products: Products = HIGH_PRECISION,
+    put_off: Callable[[Callable[[], Tensor]], None] | None = None,
 ) -> Tensor:
     """``w2[e] @ (weight * silu(w1[e] x) * (w3[e] x))`` for every row of every local expert.
 
@@ -104,8 +114,10 @@ def expert_mlp(
         offsets_E: [E] int32 ends of the groups.
         recompute: make the pre-activations again in backward, two ninths more products, instead of keeping them.
         products: the grouped products.
+        put_off: takes, in backward, what makes the gradient of w13, which then comes from whoever calls that; autograd gets a
+            tensor that means nothing in its place.
     Returns:
         [R, D]; rows past the last offset are unspecified. Saves for backward x, the gate/up pre-activations [R, 2, F] and the
         indices; rows and activation are made again.
     """
-    return _ExpertMLP.apply(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products)
+    return _ExpertMLP.apply(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products, put_off)

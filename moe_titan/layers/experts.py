@@ -1,12 +1,23 @@
 """The routed experts' weights and their feed-forward."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.models.utils import trunc_normal_
 
 from kernels.expert_mlp import HIGH_PRECISION, expert_mlp
+from parallelisms.deferred import Deferred
 from parallelisms.routing import RoutedTokens
 from parallelisms.sharding_plan import local
+
+
+class Held(NamedTuple):
+    """This rank's share of w13, and what makes its gradient later."""
+
+    w13_e2FD: Tensor
+    deferred: Deferred
 
 
 class GroupedExperts(nn.Module):
@@ -30,8 +41,22 @@ class GroupedExperts(nn.Module):
         trunc_normal_(self.w2, std=init_std)
         trunc_normal_(self.w13.select(1, 1), std=init_std)
 
-    def forward(self, routed: RoutedTokens) -> Tensor:
-        """Outputs [R, D] of the local experts, each times its routing weight; rows past the last offset are unspecified."""
-        w13_e2FD, w2_eDF = local(self.w13), local(self.w2)
+    def defer(self) -> Held | None:
+        """Before the dispatch, to have the gradient of w13 made during the dispatch's backward. None where FSDP2 has the weights,
+        which are not there yet."""
+        if isinstance(self, FSDPModule):
+            return None
+        deferred = Deferred()
+        return Held(deferred.hold(local(self.w13)), deferred)
+
+    def forward(self, routed: RoutedTokens, held: Held | None = None) -> Tensor:
+        """Outputs [R, D] of the local experts, each times its routing weight; rows past the last offset are unspecified.
+
+        Args:
+            held: from :meth:`defer`.
+        """
+        w13_e2FD, put_off = (local(self.w13), None) if held is None else (held.w13_e2FD, held.deferred.put_off)
         tokens_ND, weights_P, pair_R, row_NK, offsets_e = routed
-        return expert_mlp(tokens_ND, w13_e2FD, w2_eDF, weights_P, pair_R, row_NK, offsets_e, self.recompute, self.products)
+        return expert_mlp(
+            tokens_ND, w13_e2FD, local(self.w2), weights_P, pair_R, row_NK, offsets_e, self.recompute, self.products, put_off
+        )

@@ -49,6 +49,7 @@ class MoE(nn.Module):
         routing = self.router(x_TD, self.expert_bias, x_BSD.shape[0], tape, self.layer)
         if tape is not None:
             tape.record(self.layer, routing)
-        routed, handle = self.dispatcher.dispatch(x_TD, routing)
-        y_BSD = self.dispatcher.combine(self.experts(routed), handle).view_as(x_BSD)
+        held = self.experts.defer()
+        routed, handle = self.dispatcher.dispatch(x_TD, routing, None if held is None else held.deferred.run)
+        y_BSD = self.dispatcher.combine(self.experts(routed, held), handle).view_as(x_BSD)
         return y_BSD if self.shared_experts is None else y_BSD + self.shared_experts(x_BSD)

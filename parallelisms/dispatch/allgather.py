@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from kernels.permute import unpermute
 from kernels.sort import sort_pairs
+from parallelisms.dispatch.base import Meanwhile
 from parallelisms.routing import RoutedTokens, Routing
 
 
@@ -57,7 +58,7 @@ class AllGatherDispatcher:
         self.num_local = num_experts // ep
         self.first_expert = group.rank() // etp * self.num_local
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, RoutedTokens]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> tuple[RoutedTokens, RoutedTokens]:
         x_GD = _AllGather.apply(x_TD, self.group)
         weights_GK = _AllGather.apply(routing.topk_weights_TK, self.group)
         local_GK = _all_gather(routing.topk_experts_TK, self.group) - self.first_expert

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from kernels.permute import gather_sum, spread_rows
 from kernels.sort import sort_pairs
+from parallelisms.dispatch.base import Meanwhile
 from parallelisms.routing import RoutedTokens, Routing
 
 
@@ -66,18 +67,27 @@ class _Trip:
         work.wait()
         return received_ND
 
-    def back(self, x_ND: Tensor) -> Tensor:
-        """Returns every copy to its token's rank, which adds them."""
+    def back(self, *x_ND: Tensor, meanwhile: Meanwhile | None = None) -> list[Tensor]:
+        """Returns every copy of each to its token's rank, which adds them."""
         send, receive, _ = self.counts
-        returned_SD = x_ND.new_empty(sum(send), x_ND.shape[1])
-        dist.all_to_all_single(returned_SD, x_ND.contiguous(), send, receive, group=self.group)
-        return gather_sum(returned_SD, self.row_TJ)
+        returned_SD = [x.new_empty(sum(send), x.shape[1]) for x in x_ND]
+        works = [
+            dist.all_to_all_single(returned, x.contiguous(), send, receive, group=self.group, async_op=True)
+            for returned, x in zip(returned_SD, x_ND, strict=True)
+        ]
+        if meanwhile is not None:
+            meanwhile()
+        for work in works:
+            work.wait()
+        return [gather_sum(returned, self.row_TJ) for returned in returned_SD]
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, trip: _Trip, first_expert: int, num_local: int):
-        ctx.trip, K = trip, experts_TK.shape[1]
+    def forward(
+        ctx, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, trip: _Trip, first_expert: int, num_local: int, meanwhile
+    ):
+        ctx.trip, ctx.meanwhile, K = trip, meanwhile, experts_TK.shape[1]
         # Bits of experts and weights side by side, in one message.
         sent_SM = trip.spread(torch.cat((experts_TK.int(), weights_TK.view(torch.int32)), dim=1))
         sent_SD = trip.spread(x_TD)
@@ -95,7 +105,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_ND: Tensor, grad_NK: Tensor, *_):
-        return ctx.trip.back(grad_ND), ctx.trip.back(grad_NK), None, None, None, None
+        return *ctx.trip.back(grad_ND, grad_NK, meanwhile=ctx.meanwhile), *[None] * 5
 
 
 class _Combine(torch.autograd.Function):
@@ -103,7 +113,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx, rows_RD: Tensor, row_NK: Tensor, trip: _Trip):
         ctx.trip, ctx.num_rows = trip, len(rows_RD)
         ctx.save_for_backward(row_NK)
-        return trip.back(gather_sum(rows_RD, row_NK))
+        return trip.back(gather_sum(rows_RD, row_NK))[0]
 
     @staticmethod
     def backward(ctx, grad_TD: Tensor):
@@ -124,13 +134,13 @@ class AllToAllDispatcher:
         self.num_local = num_experts // ep
         self.first_expert = group.rank() // etp * self.num_local
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, AllToAllHandle]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> tuple[RoutedTokens, AllToAllHandle]:
         experts_TK = routing.topk_experts_TK
         row_TJ, tokens_W = self._copies(experts_TK)
         pairs_W = routing.tokens_per_expert_E.view(self.ep, self.num_local).sum(1).repeat_interleave(self.etp)
         trip = _Trip(row_TJ, torch.stack((tokens_W, pairs_W), dim=1), self.group)
         tokens_ND, weights_NK, *names = _Dispatch.apply(
-            x_TD, routing.topk_weights_TK, experts_TK, trip, self.first_expert, self.num_local
+            x_TD, routing.topk_weights_TK, experts_TK, trip, self.first_expert, self.num_local, meanwhile
         )
         routed = RoutedTokens(tokens_ND, weights_NK.flatten(), *names)
         return routed, AllToAllHandle(routed.row_NK, trip)

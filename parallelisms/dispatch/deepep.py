@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from kernels.permute import gather_sum, spread_rows
 from kernels.sort import sort_pairs
+from parallelisms.dispatch.base import Meanwhile
 from parallelisms.routing import RoutedTokens, Routing
 
 
@@ -85,7 +86,7 @@ class DeepEPDispatcher:
     def __init__(self, num_experts: int, group: ProcessGroup, sms: int | None):
         self.num_experts, self.group, self.sms = num_experts, group, sms
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, DeepEPHandle]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> tuple[RoutedTokens, DeepEPHandle]:
         buffer = _open_buffer(self.group, x_TD.shape[1] * x_TD.element_size(), self.sms)
         tokens_ND, weights_NK, local_NK, num_rows, passed = _Dispatch.apply(
             x_TD, routing.topk_weights_TK, routing.topk_experts_TK, self.num_experts, buffer

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallelisms.dispatch.base import Meanwhile
 from parallelisms.routing import RoutedTokens, Routing
 
 
@@ -79,7 +80,7 @@ class HybridEPDispatcher:
     def __init__(self, num_experts: int, group: ProcessGroup, max_tokens: int, sms: int | None):
         self.num_experts, self.group, self.max_tokens, self.sms = num_experts, group, max_tokens, sms
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, HybridEPHandle]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> tuple[RoutedTokens, HybridEPHandle]:
         num_local = self.num_experts // self.group.size()
         buffer = _open_buffer(self.group, x_TD.shape[1], self.max_tokens, num_local, self.sms)
         # The last column takes what is not routed.

@@ -5,7 +5,9 @@ can exceed; :mod:`parallelisms.dispatch.capacity` has smaller ones. A rank keeps
 layer whatever the load. What the transfers themselves need is allocated once for all layers: N D elements a rank.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,12 +15,16 @@ from torch.distributed import ProcessGroup
 
 from kernels.dispatch import PROGRAMS_OF_SM, push_rows, push_sums, push_tokens
 from kernels.sort import sort_pairs
+from parallelisms.dispatch.base import Meanwhile
 from parallelisms.dispatch.capacity import RowCapacity
 from parallelisms.dispatch.symmetric import open_exchange
 from parallelisms.routing import RoutedTokens, Routing
 
-# Nothing runs beside a transfer.
+_Result = TypeVar("_Result")
+
+# Multiprocessors of an H200, and how many programs of a transfer leave room on each for those of a product.
 _ALL = 132
+_PROGRAMS_BESIDE = 2
 
 
 class _Place(NamedTuple):
@@ -29,11 +35,42 @@ class _Place(NamedTuple):
     etp: int
 
 
+class _Beside(NamedTuple):
+    """Work that a transfer, with an exchange of its own, leaves room for."""
+
+    place: _Place
+    meanwhile: Meanwhile
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _beside(transfer: Callable[[], _Result], meanwhile: Meanwhile, device: torch.device) -> _Result:
+    """What ``transfer`` returns, which runs beside ``meanwhile`` where there are streams.
+
+    The side stream waits for this one before anything runs there, and this one for it before what it reads or returns may be
+    freed, so their memory needs no further care.
+    """
+    if device.type != "cuda":
+        result = transfer()
+        meanwhile()
+        return result
+    here, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        result = transfer()
+    meanwhile()
+    here.wait_stream(side)
+    return result
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, place: _Place):
+    def forward(ctx, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, place: _Place, beside: _Beside | None):
         tokens_ND, weights_NK, key_NK, slot_N = push_tokens(x_TD, experts_TK, weights_TK, *place)
-        ctx.place = place
+        ctx.place, ctx.beside = place, beside
         ctx.save_for_backward(experts_TK, slot_N)
         ctx.mark_non_differentiable(key_NK)
         return tokens_ND, weights_NK, key_NK
@@ -41,10 +78,12 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_tokens_ND: Tensor, grad_weights_NK: Tensor, _):
         experts_TK, slot_N = ctx.saved_tensors
-        grad_x_TD, grad_weights_TK = push_sums(
-            grad_tokens_ND, slot_N[:, None], grad_weights_NK, experts_TK, *ctx.place
-        )  # fmt: skip
-        return grad_x_TD, grad_weights_TK, None, None
+        grads = grad_tokens_ND, slot_N[:, None], grad_weights_NK, experts_TK
+        if ctx.beside is None:
+            sums = push_sums(*grads, *ctx.place)
+        else:
+            sums = _beside(lambda: push_sums(*grads, *ctx.beside.place), ctx.beside.meanwhile, grad_tokens_ND.device)
+        return *sums, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -86,14 +125,15 @@ class NvlinkDispatcher:
         capacity: RowCapacity | None = None,
     ):
         num_local = num_experts // ep
-        exchange = open_exchange(group, max_tokens, PROGRAMS_OF_SM * (sms or _ALL))
-        self.place = _Place(exchange, num_local, etp)
+        exchanges = [open_exchange(group, max_tokens, n * (sms or _ALL)) for n in (PROGRAMS_OF_SM, _PROGRAMS_BESIDE)]
+        self.place, self.beside = (_Place(exchange, num_local, etp) for exchange in exchanges)
         self.slots, self.ep, self.capacity = group.size() * max_tokens, ep, capacity
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[RoutedTokens, NvlinkHandle]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> tuple[RoutedTokens, NvlinkHandle]:
         experts_TK, num_local = routing.topk_experts_TK, self.place.num_local
         K = experts_TK.shape[1]
-        tokens_ND, weights_NK, key_NK = _Dispatch.apply(x_TD, routing.topk_weights_TK, experts_TK, self.place)
+        beside = None if meanwhile is None else _Beside(self.beside, meanwhile)
+        tokens_ND, weights_NK, key_NK = _Dispatch.apply(x_TD, routing.topk_weights_TK, experts_TK, self.place, beside)
         pair_P, row_P, _, offsets_e = sort_pairs(key_NK.flatten(), num_local)
         rows = most = self.slots * min(K, num_local)
         if self.capacity is not None and (rows := self.capacity.rows(self.slots * K // self.ep, most)) < most:
