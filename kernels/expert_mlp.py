@@ -67,11 +67,13 @@ class _ExpertMLP(torch.autograd.Function):
         products, grad_RD = ctx.products, grad_RD.contiguous()
         if gate_up_R2F is None:
             gate_up_R2F = _up(spread_rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
-        grad_act_RF = products.input_grad(grad_RD, w2_EDF, offsets_E)
+        # Here is a step's peak of memory: what has been used must not wait for the end.
         grad_gate_up_R2F, grad_weights_P, act_RF = weighted_swiglu_backward(
-            grad_act_RF, gate_up_R2F, weights_P, pair_R, offsets_E[-1:]
+            products.input_grad(grad_RD, w2_EDF, offsets_E), gate_up_R2F, weights_P, pair_R, offsets_E[-1:]
         )
+        del gate_up_R2F
         grad_w2_EDF = products.weight_grad(grad_RD, act_RF, offsets_E)
+        del act_RF
         grad_gate_up = grad_gate_up_R2F.flatten(1, 2)
         grad_x_ND = gather_sum(products.input_grad(grad_gate_up, w13_E2FD.flatten(1, 2), offsets_E), row_NK)
 
