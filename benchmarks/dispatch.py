@@ -10,24 +10,20 @@ over time. The table comes last; everything is also written to OUT/dispatch.json
 
 import argparse
 import json
-import os
-import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a script, which need not be installed
-os.environ |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import environment
+from benchmarks import environment, ranks
+from benchmarks.ranks import eager, graphed
 from kernels.dispatch import push_rows, push_sums, push_tokens
 from kernels.sort import sort_pairs
 from parallelisms.dispatch import build_dispatcher
@@ -59,48 +55,6 @@ class Case:
         holder_TK = experts_TK // (self.E // dist.get_world_size())
         others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
         return sum(int((holder_TK == rank).any(1).sum()) for rank in others) * self.D * 2
-
-
-def slowest(value: float) -> float:
-    found = torch.tensor([value], device="cuda", dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.item()
-
-
-def timed(run: Callable[[], object], calls: int, repeats: int = 7) -> float:
-    """us of one of the ``calls`` calls that ``run`` makes: median over the repeats of the slowest rank."""
-    times = []
-    for _ in range(repeats):
-        dist.barrier()
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(slowest(start.elapsed_time(end) * 1e3 / calls))
-    return sorted(times)[repeats // 2]
-
-
-def eager(call: Callable[[], object], calls: int = 5) -> float:
-    for _ in range(3):
-        call()
-    return timed(lambda: [call() for _ in range(calls)], calls)
-
-
-def graphed(call: Callable[[], object], calls: int = 10) -> float:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    graph.replay()
-    return timed(graph.replay, calls)
 
 
 def peer_copy_rates(size: int = 256 * MIB) -> dict[str, float]:
@@ -219,31 +173,21 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     options = parse_options(argv)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if torch.cuda.device_count() < 2 or world < 2:
-        found = f"{torch.cuda.device_count()} GPUs and {world} processes"
-        cure = "run torchrun --nproc-per-node 2 benchmarks/dispatch.py on a machine with NVLink"
-        print(f"benchmarks/dispatch.py measures what happens between GPUs, and finds {found}: {cure}", file=sys.stderr)
+    if reason := ranks.missing("benchmarks/dispatch.py"):
+        print(reason, file=sys.stderr)
         return 2
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    ranks.join()
     rates, entries = peer_copy_rates(), measure(options)
     if dist.get_rank() == 0:
-        report = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": shlex.join(["torchrun", "--nproc-per-node", str(world), "benchmarks/dispatch.py", *argv]),
-            "commit": options.commit,
-            "hardware": environment.hardware(),
-            "versions": environment.versions(),
+        command = ["torchrun", "--nproc-per-node", str(dist.get_world_size()), "benchmarks/dispatch.py", *argv]
+        report = environment.report(command, options.commit) | {
             "shape": {"width": options.width, "experts": options.experts, "choices": options.choices},
             "peer_copy_gb_per_s": rates,
             "results": entries,
         }
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "dispatch.json").write_text(json.dumps(report, indent=1) + "\n")
-        print(f"{report['command']}\ncommit {options.commit}\n{', '.join(report['hardware'])}\n{report['versions']}\n")
-        print(table(entries, rates))
+        print(f"{environment.heading(report)}\n\n{table(entries, rates)}")
     dist.destroy_process_group()
     return 0
 

@@ -1,10 +1,13 @@
 """What a measurement was made with: commit, hardware, versions."""
 
 import platform
+import shlex
 import subprocess
 import sys
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,6 +35,21 @@ def versions() -> dict[str, str]:
     if torch.version.cuda:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
+
+
+def report(command: list[str], commit: str) -> dict[str, Any]:
+    """How a benchmark's results begin."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(command),
+        "commit": commit,
+        "hardware": hardware(),
+        "versions": versions(),
+    }
+
+
+def heading(report: dict[str, Any]) -> str:
+    return f"{report['command']}\ncommit {report['commit']}\n{', '.join(report['hardware'])}\n{report['versions']}"
 
 
 def _output(*command: str) -> str:

@@ -10,12 +10,10 @@ everything is also written to OUT/moe_layer.json.
 
 import argparse
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,13 +188,13 @@ def replays_like_eager(layer: nn.Module, inputs: list[Tensor], grad: Tensor) -> 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = gradients(layer, x, grad)
+    same = []
     for other in inputs:
         with torch.no_grad():
             x.copy_(other)
         graph.replay()
-        if not all(map(torch.equal, captured, gradients(layer, x, grad))):
-            return False
-    return True
+        same.append(all(map(torch.equal, captured, gradients(layer, x, grad))))
+    return all(same)  # after the last one, since the other ranks of a layer over several wait for it
 
 
 @torch.no_grad()
@@ -216,21 +214,33 @@ def chosen_experts(layer: MoE, x: Tensor) -> Tensor:
 
 
 def errors_against_fp64(layer: MoE, x: Tensor, grad: Tensor, tokens: int = 64) -> dict[str, float]:
-    """Relative errors over a sample of tokens, which alone get a gradient; of experts' weights those of the worst expert."""
-    sample_t = torch.randperm(x.shape[1], device=x.device)[:tokens]
-    grad_of_sample = torch.zeros_like(grad)
-    grad_of_sample[:, sample_t] = grad[:, sample_t]
-    y, grad_x, grad_gate, grad_w13, grad_w2 = gradients(layer, x, grad_of_sample)
-    router, experts = layer.router, layer.experts
-    exact = (x[0, sample_t], router.gate.weight, experts.w13, experts.w2)
+    """Relative errors over a sample of tokens, which alone get a gradient."""
+    sample_t, grad_of_sample = sample(grad, tokens)
+    y, grad_x, *weights = gradients(layer, x, grad_of_sample)
+    expected = exact_gradients(layer, x[0, sample_t], chosen_experts(layer, x)[sample_t], grad[0, sample_t])
+    return relative_errors([y[0, sample_t], grad_x[0, sample_t], *weights], expected)
+
+
+def sample(grad: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Random tokens, and a gradient that is zero for all others."""
+    sample_t = torch.randperm(grad.shape[1], device=grad.device)[:tokens]
+    return sample_t, torch.zeros_like(grad).index_copy(1, sample_t, grad[:, sample_t])
+
+
+def exact_gradients(layer: MoE, x_tD: Tensor, chosen_tK: Tensor, grad_tD: Tensor) -> list[Tensor]:
+    """What :func:`gradients` gives for tokens and the experts that they chose, by a loop over all experts in fp64."""
+    exact = (x_tD, layer.router.gate.weight, layer.experts.w13, layer.experts.w2)
     wide = [tensor.detach().double().requires_grad_() for tensor in exact]
-    y_tD = layer_reference(*wide, chosen_experts(layer, x)[sample_t], router.options)
-    expected_x, expected_gate, *expected_experts = torch.autograd.grad(y_tD, wide, grad[0, sample_t].double())
-    errors = {"y": relative_error(y[0, sample_t], y_tD), "x": relative_error(grad_x[0, sample_t], expected_x)}
-    errors["gate"] = relative_error(grad_gate, expected_gate)
-    for name, actual, expected in zip(("w13", "w2"), (grad_w13, grad_w2), expected_experts, strict=True):
-        errors[name] = max(map(relative_error, actual, expected))
-    return errors
+    y_tD = layer_reference(*wide, chosen_tK, layer.router.options)
+    return [y_tD.detach(), *torch.autograd.grad(y_tD, wide, grad_tD.double())]
+
+
+def relative_errors(actual: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
+    """Of what :func:`gradients` gives; of experts' weights those of the worst expert."""
+    found = {}
+    for name, *pair in zip(("y", "x", "gate", "w13", "w2"), actual, expected, strict=True):
+        found[name] = max(map(relative_error, *pair)) if name in ("w13", "w2") else relative_error(*pair)
+    return found
 
 
 def layer_reference(x_TD: Tensor, gate_ED: Tensor, w13: Tensor, w2: Tensor, chosen_TK: Tensor, options) -> Tensor:
@@ -321,13 +331,14 @@ _HEAD = "shape,run,fwd ms,TFLOP/s,bwd ms,TFLOP/s,launches,on GPU ms,saved MiB,pe
 def table(entries: list[dict[str, Any]]) -> str:
     """A row per run; the last column is the time of both passes over that of ours under its natural load."""
     ours = {entry["shape"]: _total(entry) for entry in entries if entry["run"] == "ours" and "error" not in entry}
-    rows = [_HEAD, *(_row(entry, ours.get(entry["shape"])) for entry in entries)]
+    return aligned([_HEAD, *(_row(entry, ours.get(entry["shape"])) for entry in entries)], 2)
+
+
+def aligned(rows: list[list[str]], left: int) -> str:
+    """Lines of the rows, whose first ``left`` columns begin where others end."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(_aligned, row, widths, range(len(row)))) for row in rows)
-
-
-def _aligned(cell: str, width: int, column: int) -> str:
-    return cell.ljust(width) if column < 2 else cell.rjust(width)
+    columns = [(str.ljust if i < left else str.rjust, width) for i, width in enumerate(widths)]
+    return "\n".join("  ".join(adjust(cell, width) for cell, (adjust, width) in zip(row, columns, strict=True)) for row in rows)
 
 
 def _row(entry: dict[str, Any], ours_ms: float | None) -> list[str]:
@@ -394,13 +405,7 @@ def main(argv: list[str]) -> int:
     if not torch.cuda.is_available():
         print("benchmarks/moe_layer.py measures a GPU, and torch finds none: run it where nvidia-smi lists one", file=sys.stderr)
         return 2
-    report: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/moe_layer.py", *argv]),
-        "commit": options.commit,
-        "hardware": environment.hardware(),
-        "versions": environment.versions(),
-    }
+    report = environment.report(["python", "benchmarks/moe_layer.py", *argv], options.commit)
     # Ours first and the slow compilations last, so that a run cut short has lost the least.
     runs: dict[str, Callable[[str], dict[str, Any]]] = {"ours": partial(run_ours, skew=None)}
     if options.skew:
@@ -415,7 +420,7 @@ def main(argv: list[str]) -> int:
     if options.verbose:
         print("\n" + "\n".join(kernel_list(entry) for entry in entries if "error" not in entry))
     print("\n" + "\n".join(map(numbers, entries)))
-    print(f"\n{report['command']}\ncommit {options.commit}\n{', '.join(report['hardware'])}\n{report['versions']}\n")
+    print(f"\n{environment.heading(report)}\n")
     print(table(sorted(entries, key=lambda entry: options.shapes.index(entry["shape"]))))
     return int(any(failures(entry) for entry in entries if entry["run"].startswith("ours")))
 
