@@ -1,4 +1,7 @@
-"""The MoE layers of other trainers with the weights of ours, on [1, T, D], as they stand after install."""
+"""The MoE layers of other trainers with the weights of ours, on [1, T, D], as they stand after install.
+
+torchtitan's also with its experts over the ranks of a mesh whose one dimension is "ep"; every rank has all of our weights.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +11,9 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.models.moe import moe as titan
 
 from moe_titan.layers.moe import MoE
@@ -27,7 +33,7 @@ def moe_args(experts: int, top_k: int) -> titan.MoEArgs:
 
 
 @contextmanager
-def torchtitan_layer(ours: MoE) -> Iterator[nn.Module]:
+def torchtitan_layer(ours: MoE, ep: DeviceMesh | None = None) -> Iterator[nn.Module]:
     w13, w2, gate = _weights(ours)
     experts, _, hidden_dim, dim = w13.shape
     with torch.device("meta"):
@@ -35,11 +41,14 @@ def torchtitan_layer(ours: MoE) -> Iterator[nn.Module]:
     w1, w3 = (w13[:, half].contiguous() for half in range(2))
     layer.load_state_dict({"experts.w1": w1, "experts.w3": w3, "experts.w2": w2, "router.gate.weight": gate}, assign=True)
     layer.tokens_per_expert = torch.zeros(experts, device=w13.device)
+    layer.expert_bias = ours.expert_bias
+    if ep is not None:
+        parallelize_module(layer.experts, ep, ExpertParallel())
     yield layer
 
 
 @contextmanager
-def torchtitan_compiled(ours: MoE) -> Iterator[nn.Module]:
+def torchtitan_compiled(ours: MoE, ep: DeviceMesh | None = None) -> Iterator[nn.Module]:
     """Compiled by torchtitan's own function, which also replaces a global of its module."""
     from torchtitan.config.job_config import Compile
     from torchtitan.models.llama4.infra.parallelize import apply_compile
@@ -48,12 +57,12 @@ def torchtitan_compiled(ours: MoE) -> Iterator[nn.Module]:
     model.layers = nn.ModuleDict({"0": block})
     torch._dynamo.reset()  # shapes of an earlier layer would make this one's dynamic
     with (
-        torchtitan_layer(ours) as block.moe,
+        torchtitan_layer(ours, ep) as block.moe,
         patch.object(titan, "_run_experts_grouped_mm", titan._run_experts_grouped_mm),
         torch._functorch.config.patch(donated_buffer=False),  # so that a backward pass can be timed many times over
     ):
         block.moe_enabled = True
-        apply_compile(model, Compile(enable=True), ep_enabled=False)
+        apply_compile(model, Compile(enable=True), ep_enabled=ep is not None)
         yield block.moe
 
 
