@@ -13,6 +13,7 @@ from float8.convert import Float8Options, convert
 from moe_titan.data import IGNORED, MicroBatch
 from moe_titan.initialization import initialize, record_initialization
 from moe_titan.layers.balance_loss import BalanceLoss
+from moe_titan.layers.expert_placement import ExpertPlacement
 from moe_titan.layers.load_balancer import LoadBalancer
 from moe_titan.layers.moe import MoE
 from moe_titan.models import attention_masks, build_model
@@ -44,7 +45,7 @@ class TrainOptions:
 
 
 class Engine:
-    """A model laid out over the ranks, its optimizer and its load balancer.
+    """A model laid out over the ranks, its optimizer, its load balancer and the placement of its experts.
 
     Args:
         name: "llama3", "qwen3" or "deepseek_v3".
@@ -84,6 +85,9 @@ class Engine:
             implementation=options.implementation,
         )
         self.balancer = LoadBalancer(self.model, mesh.stage_group)
+        moes = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
+        experts = {moe.layer: (moe, [f"{name}.experts.{weight}" for weight in ("w13", "w2")]) for name, moe in moes.items()}
+        self.placement = ExpertPlacement(experts, self.optimizer, mesh.group("ep"))
         self._unread = UnreadSteps(self.optimizer, self.capacity)
 
     def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:

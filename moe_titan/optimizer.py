@@ -139,6 +139,12 @@ class ShardedAdamW:
             for moment in MOMENTS:
                 yield name, moment, like(self.state[name][moment], parameter)
 
+    def tensors(self, name: str) -> list[Tensor]:
+        """All that this rank holds of a parameter, sharing storage: the weight, its lower halves if it is split, the moments."""
+        low = self._low.get(name)
+        moments = [self.state[name][moment] for moment in MOMENTS]
+        return [local(self.parameters[name]).detach(), *([] if low is None else [low]), *moments]
+
     def step_counts(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter's update count, a 0-d fp32 tensor that may be written."""
         for name, state in self.state.items():

@@ -139,6 +139,9 @@ class Trainer:
         with _naming(taken.step):
             result = taken.result.wait()
         self.tokens += result.tokens
+        interval = self.config.moe.rebalance_interval
+        if interval and taken.step % interval == 0:
+            self.engine.placement.rebalance(result.expert_load)
         before, self._finished = self._finished, time.perf_counter()
         self._unlogged.append((self._finished - max(before, taken.began), taken.data_seconds))
         if self.metrics.should_log(taken.step):

@@ -40,6 +40,30 @@ class Routing(NamedTuple):
         return self.order.counts_E
 
 
+def without_waiting(x: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on a device, for which the host does not wait."""
+    return x.to(device) if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+
+
+class Placement(NamedTuple):
+    """Where experts are, int64: ``slot_E1`` [E + 1] the slot of each expert, and E, "not routed", for itself; ``expert_E`` the
+    expert in each slot."""
+
+    slot_E1: Tensor
+    expert_E: Tensor
+
+    @classmethod
+    def of(cls, expert_of_slot: list[int], device: torch.device) -> "Placement":
+        expert_E = torch.tensor(expert_of_slot, dtype=torch.int64)
+        slot_E1 = torch.cat((expert_E.argsort(), torch.tensor([len(expert_of_slot)])))
+        return cls(without_waiting(slot_E1, device), without_waiting(expert_E, device))
+
+    def of_slots(self, routing: Routing) -> Routing:
+        """The routing by slots, as dispatchers between ranks take it. Of ``order`` they read the counts; the rest stays."""
+        order = routing.order._replace(counts_E=routing.tokens_per_expert_E[self.expert_E])
+        return routing._replace(topk_experts_TK=self.slot_E1[routing.topk_experts_TK], order=order)
+
+
 class RoutedTokens(NamedTuple):
     """Rows grouped by local expert: all that experts and combine see of the tokens.
 

@@ -112,6 +112,11 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def state(trainer: Trainer) -> dict[str, Any]:
     """Everything that a run carries from one step to the next, tensors whole and under torchtitan's names."""
+    with trainer.engine.placement.by_number():
+        return _state(trainer)
+
+
+def _state(trainer: Trainer) -> dict[str, Any]:
     optimizer = trainer.engine.optimizer
     moments = {
         f"{logical}.{moment}": full(part)
@@ -123,6 +128,7 @@ def state(trainer: Trainer) -> dict[str, Any]:
         "moments": moments,
         "counts": {name: count.item() for name, count in optimizer.step_counts()},
         "bias": biases(trainer.engine),
+        "placement": {layer: np.array(slots) for layer, slots in trainer.engine.placement.expert_of_slot.items()},
         "position": trainer.data.state_dict()["position"].numpy(),
         "random": torch.get_rng_state().numpy(),
         "progress": (trainer.step, trainer.tokens, trainer.schedule_step),

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -83,13 +84,14 @@ class Checkpointer:
         Raises:
             SaveError: this save has failed, or the one before.
         """
-        masters = self._state.engine.optimizer.masters()
-        if last and self.settings.last_save_model_only:
-            state = self._state.model(masters, DTYPES[self.settings.export_dtype])
-        else:
-            state = self._state.model(masters) | self._state.run(progress) | self._state.for_torchtitan(progress, next_lr)
-        names = to_dialect(state, self.settings.dialect)
-        self._saver.write(progress.step, {names[key]: value for key, value in state.items()}, wait)
+        with self._state.engine.placement.by_number():
+            masters = self._state.engine.optimizer.masters()
+            if last and self.settings.last_save_model_only:
+                state = self._state.model(masters, DTYPES[self.settings.export_dtype])
+            else:
+                state = self._state.model(masters) | self._state.run(progress) | self._state.for_torchtitan(progress, next_lr)
+            names = to_dialect(state, self.settings.dialect)
+            self._saver.write(progress.step, {names[key]: value for key, value in state.items()}, wait)
         self._requests.saved()
 
     def load(self, found: Found) -> Progress:
@@ -99,7 +101,10 @@ class Checkpointer:
             CheckpointError: it is damaged, or of another model or global batch, or holds a model alone, and nothing has been
                 changed; or it is of other data.
         """
-        path, model_only = found
+        with self._state.engine.placement.by_number():
+            return self._load(*found)
+
+    def _load(self, path: Path, model_only: bool) -> Progress:
         stored = StoredRun(path, self.settings.checksums)
         masters = self._state.engine.optimizer.masters()
         state = self._state.model(masters)

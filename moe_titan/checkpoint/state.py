@@ -27,6 +27,9 @@ CORPUS_KEYS = (
 """What a position in the data is a position in. Files may have moved, so their path is not among it."""
 
 
+_PLACEMENT = "expert_placement"
+
+
 class Progress(NamedTuple):
     """How far a run is: optimizer steps and tokens trained, and the steps that its learning rate has gone through."""
 
@@ -66,6 +69,7 @@ class RunState:
         for name, count in optimizer.step_counts():
             for logical, _ in logical_tensors(name, optimizer.parameters[name]):
                 state[f"optimizer.state.{logical}.step"] = count.cpu().clone()
+        state |= {f"{_PLACEMENT}.{layer}": torch.tensor(slots) for layer, slots in self.engine.placement.expert_of_slot.items()}
         state |= {f"{self._random_key}.{kind}": random for kind, random in _random_states(self.engine.device).items()}
         return state | {
             "lr_scheduler.last_epoch": progress.schedule_step,
@@ -79,8 +83,9 @@ class RunState:
         """Of :meth:`run` what is to be loaded."""
         excluded = tuple(f"{part}." for part in self.config.checkpoint.exclude_from_loading)
         wanted = {key: value for key, value in self.run(Progress()).items() if not key.startswith(excluded)}
-        # A run on more ranks than the saved one, and one that torchtitan saved, has no random numbers to continue with.
-        optional = ("rng.", "dataloader.corpus")
+        # A run on more ranks than the saved one, and one that torchtitan saved, has no random numbers to continue with; nor has
+        # torchtitan a placement of experts.
+        optional = ("rng.", "dataloader.corpus", _PLACEMENT)
         return {key: value for key, value in wanted.items() if key in saved or not key.startswith(optional)}
 
     def for_torchtitan(self, progress: Progress, next_lr: float) -> dict[str, Any]:
@@ -130,6 +135,9 @@ class RunState:
                 self.data.load_state_dict({"position": state["dataloader.position"]})
             except ValueError as error:
                 raise CheckpointError(str(error)) from error
+        for layer in self.engine.placement.expert_of_slot:
+            if (key := f"{_PLACEMENT}.{layer}") in state:
+                self.engine.placement.expert_of_slot[layer] = state[key].tolist()
         if f"{self._random_key}.cpu" in state:
             torch.set_rng_state(state[f"{self._random_key}.cpu"])
         if f"{self._random_key}.cuda" in state:

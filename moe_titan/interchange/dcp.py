@@ -29,7 +29,7 @@ from moe_titan.interchange.dialects import dialect_of, to_dialect
 from moe_titan.interchange.metadata import METADATA, read_metadata
 from moe_titan.interchange.tensors import InterchangeError, LastRead, Lazy, Parts, shape_of
 
-RUN_STATE = ("optimizer.", "lr_scheduler.", "train_state.", "dataloader.", "rng.")
+RUN_STATE = ("optimizer.", "lr_scheduler.", "train_state.", "dataloader.", "rng.", "expert_placement.")
 """What the keys of a run's state begin with; the other keys are the model's."""
 
 

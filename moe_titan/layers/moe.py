@@ -8,7 +8,7 @@ from moe_titan.layers.experts import GroupedExperts
 from moe_titan.layers.router import Router
 from parallelisms.dispatch import Dispatcher
 from parallelisms.dispatch.local import LocalDispatcher
-from parallelisms.routing import active_tape
+from parallelisms.routing import Placement, active_tape
 
 
 class MoE(nn.Module):
@@ -16,6 +16,9 @@ class MoE(nn.Module):
 
     The routing weight multiplies the activation before the down projection; that projection is linear, so the output is that of
     weighting the expert outputs (``score_before_experts = False``; scaling the inputs is another function).
+
+    ``placement`` is written by :class:`moe_titan.layers.expert_placement.ExpertPlacement`; None where every expert is in the slot
+    of its own number.
 
     ``expert_bias`` is read here and written by :class:`moe_titan.layers.load_balancer.LoadBalancer` alone.
     """
@@ -28,6 +31,7 @@ class MoE(nn.Module):
         shared_dim = hidden_dim * args.num_shared_experts
         self.shared_experts = FeedForward(dim, shared_dim) if shared_dim else None
         self.dispatcher: Dispatcher = LocalDispatcher()
+        self.placement: Placement | None = None
         self.load_balance_coeff = args.load_balance_coeff
         bias = None if args.load_balance_coeff is None else torch.zeros(args.num_experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias, persistent=bias is not None)
@@ -49,6 +53,8 @@ class MoE(nn.Module):
         routing = self.router(x_TD, self.expert_bias, x_BSD.shape[0], tape, self.layer)
         if tape is not None:
             tape.record(self.layer, routing)
+        if self.placement is not None:
+            routing = self.placement.of_slots(routing)
         held = self.experts.defer()
         routed, handle = self.dispatcher.dispatch(x_TD, routing, None if held is None else held.deferred.run)
         y_BSD = self.dispatcher.combine(self.experts(routed, held), handle).view_as(x_BSD)
