@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torchtitan.protocols.model import BaseModelArgs
 
 from kernels.peers import set_timeout as set_dispatch_timeout
 from moe_titan.checkpoint import DTYPES, Checkpointer, Due, Progress
@@ -50,17 +51,10 @@ class Trainer:
         setup_logging(config.job.dump_folder, dist.get_rank(), "[emulated low precision] " if config.float8.emulate else "")
         self._set_determinism()
         args = inputs.model_args
-        layout = _layout(config)
+        layout = layout_of(config)
         self.mesh = FoldedMesh(layout, self.device.type)
         self.data = build_dataloader(config, inputs.source, inputs.tokenizer, self.mesh.data_rank, layout.dp)
-        self.engine = Engine(
-            config.model.name,
-            args,
-            self.mesh,
-            self.device,
-            _train_options(config, inputs.tokenizer.eos_id),
-            _parallel_options(config),
-        )
+        self.engine = build_engine(config, args, self.mesh, self.device, inputs.tokenizer.eos_id)
         set_dispatch_timeout(config.comm.init_timeout_seconds)
         self.checkpointer = Checkpointer(config, self.engine, self.data) if config.checkpoint.enable else None
         start = Progress()
@@ -263,7 +257,12 @@ def _set_timeout(seconds: int) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def _layout(config: Config) -> Layout:
+def build_engine(config: Config, args: BaseModelArgs, mesh: FoldedMesh, device: torch.device, eos_id: int) -> Engine:
+    """The engine of a configuration and of its model's arguments. Collective over the mesh."""
+    return Engine(config.model.name, args, mesh, device, _train_options(config, eos_id), _parallel_options(config))
+
+
+def layout_of(config: Config) -> Layout:
     degrees = config.parallelism
     return Layout(
         pp=degrees.pipeline_parallel_degree,

@@ -1,22 +1,19 @@
-"""Every file in train_configs/ is accepted, on the smallest number of processes that its layout fits."""
+"""Every file in train_configs/ is accepted by the processes that its own command line starts, and fits their memory."""
 
-import math
-import tomllib
+import re
 from pathlib import Path
 
 import pytest
 
+from benchmarks.memory_estimate import GIB, estimate, world_size
 from moe_titan.config import build_model_args, load_config
 from moe_titan.flops import train_flops_per_token
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "train_configs").glob("*.toml"))
-
-
-def smallest_world(file: Path) -> int:
-    degrees = tomllib.loads(file.read_text())["parallelism"]
-    dense = degrees.get("tensor_parallel_degree", 1) * abs(degrees.get("data_parallel_shard_degree", -1))
-    return math.lcm(dense, degrees.get("expert_parallel_degree", 1))
+MODELS = ("qwen3_30b_a3b", "qwen3_235b_a22b", "deepseek_v3_16b", "deepseek_v3_671b")
+# A model's own tokenizer is not in the repository.
+TOKENIZER = ["--model.hf_assets_path", "tests/assets/torchtitan/tokenizer"]
 
 
 @pytest.fixture(autouse=True)
@@ -24,12 +21,30 @@ def in_the_checkout(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
+def test_every_model_has_a_file_for_every_size():
+    names = {file.stem for file in FILES}
+    assert {f"{model}_{size}" for model in MODELS for size in ("1gpu", "1node", "nodes")} < names
+    for size, worlds in {"1gpu": {1}, "1node": {8}, "nodes": {32, 64, 512}}.items():
+        assert {world_size(file) for file in FILES if file.stem.endswith(size)} == worlds
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_file_is_accepted(file):
-    # A model's own tokenizer is not in the repository.
-    folder = "tests/assets/torchtitan/tokenizer"
-    config = load_config(["--config", str(file), "--model.hf_assets_path", folder], smallest_world(file))
+def test_file_is_accepted_laid_out_and_fits(file):
+    world = world_size(file)
+    config = load_config(["--config", str(file), *TOKENIZER], world)
     assert config.job.dump_folder == f"outputs/{file.stem}"
+    found = estimate(config, world)
+    assert found.total < 120 * GIB  # of 140
+    row = re.search(rf"^\| `{file.stem}` \| (.*) \|$", (ROOT / "docs/performance.md").read_text(), re.MULTILINE)
+    if file.stem != "debug":
+        assert row and row[1] == found.cells(), "docs/performance.md: run benchmarks/memory_estimate.py"
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if "nodes" in file.stem], ids=lambda file: file.stem)
+def test_more_nodes_are_accepted(file):
+    world = 2 * world_size(file)
+    config = load_config(["--config", str(file), *TOKENIZER], world)
+    assert config.parallelism.data_parallel_shard_degree * config.parallelism.data_parallel_replicate_degree == world
 
 
 @pytest.mark.parametrize(
