@@ -47,7 +47,7 @@ class Trainer:
     def __init__(self, inputs: Inputs):
         self.config = config = inputs.config
         self._lock = inputs.lock
-        self.device = _start_processes(config)
+        self.device = start_processes(config)
         setup_logging(config.job.dump_folder, dist.get_rank(), "[emulated low precision] " if config.float8.emulate else "")
         self._set_determinism()
         args = inputs.model_args
@@ -229,7 +229,7 @@ def _naming(step: int) -> Iterator[None]:
         raise
 
 
-def _start_processes(config: Config) -> torch.device:
+def start_processes(config: Config) -> torch.device:
     """Starts the default process group; a process that no launcher started is a world of its own."""
     for name, value in {
         "RANK": "0",

@@ -33,7 +33,7 @@ LAYOUT = {"dp_shard": 1}
 def trainer_in_this_group(arguments: list[str]) -> Iterator[Trainer]:
     """One of several trainers on the ranks of one process group."""
     os.environ["RANK"] = str(dist.get_rank())
-    with patch("moe_titan.trainer._start_processes", return_value=torch.device("cpu")):
+    with patch("moe_titan.trainer.start_processes", return_value=torch.device("cpu")):
         trainer = Trainer(read_inputs([*arguments], dist.get_world_size()))
     yield trainer
     trainer.data.close()
