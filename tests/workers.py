@@ -53,7 +53,7 @@ class WorkerPool:
                     if not ready:
                         raise WorkerError(f"of {world} ranks only {sorted(results)} answered within {timeout} s")
                     for pipe in ready:
-                        ok, value = pipe.recv()
+                        ok, value = _answer(pipe, processes[pipes.index(pipe)])
                         if not ok:
                             raise WorkerError(value)
                         results[pipes.index(pipe)] = value
@@ -64,18 +64,28 @@ class WorkerPool:
         return [results[rank] for rank in range(world)]
 
 
+def _answer(pipe: Connection, process: Any) -> tuple[bool, Any]:
+    try:
+        return pipe.recv()
+    except EOFError:
+        process.join()
+        raise WorkerError(f"{process.name} ended without an answer, exit code {process.exitcode}; see its stderr") from None
+
+
 def _free_port() -> int:
     with socket.create_server(("localhost", 0)) as server:
         return server.getsockname()[1]
 
 
 def _rank(rank: int, world: int, folder: str, port: int | None, pipe: Connection, fn: Callable[..., Any], args: tuple) -> None:
+    import faulthandler
     import logging
     import warnings
 
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
