@@ -13,11 +13,12 @@ from typing import Any
 # The first pattern found in a kernel's name, whatever its case, decides.
 _KINDS = {
     "communication": "nccl|nvshmem|symm_mem",
-    "grouped GEMM": "grouped|groupproblemshape|ptrarray",
+    "dispatch": "^push_(tokens|sums)_kernel",
+    "grouped GEMM": "grouped|groupproblemshape|ptrarray|^_(weight_grad|copy_tails)_kernel",
     "attention": "flash|fmha|sdpa|attention|attn",
     "GEMM": "gemm|nvjet|cutlass|cublas|xmma|splitk",
     "optimizer, foreach": "adam|multi_tensor",
-    "MoE kernels": "^_(route|logits_grad|gate_grad|count|scan|place|spread_rows|gather_sum|forward|backward|partial)_kernel",
+    "MoE kernels": "^_(route|split|logits_grad|gate_grad|count|place|spread_rows|gather_sum|forward|backward|partial)_kernel",
     "compiled": "triton_",
     "index, sort": "index|gather|scatter|sort|topk|scan|cumsum|histogram|searchsorted|embedding",
     "copy": "memcpy|memset|copy|catarray|fill",
@@ -39,9 +40,14 @@ class TraceSummary:
     by_kind: dict[str, float]
     by_name: dict[str, tuple[float, int]]  # time, launches in all steps
 
+    @property
+    def idle(self) -> float:
+        """Share of the span."""
+        return 1 - self.busy / self.span
+
     def __str__(self) -> str:
         lines = [
-            f"{self.steps} steps, per step: {self.span:.1f} ms, GPU busy {self.busy:.1f}, "
+            f"{self.steps} steps, per step: {self.span:.1f} ms, GPU busy {self.busy:.1f} (idle {self.idle:.1%}), "
             f"communication alone {self.exposed_communication:.1f}"
         ]
         lines += [f"{time:9.1f} ms  {kind}" for kind, time in _largest(self.by_kind)]

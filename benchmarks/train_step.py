@@ -1,12 +1,13 @@
-"""Training steps of moe_titan beside stock torchtitan 0.2.2: same machine, shape, text and settings, natural routing.
+"""Training steps of moe_titan beside stock torchtitan 0.2.2: same machine, shape, text and settings.
 
-python benchmarks/train_step.py --shape A|B [--gpus 2] [--layers N] [--runs ours,torchtitan,...] [-- --section.key value ...]
+python benchmarks/train_step.py --shape A|B [--gpus 2] [--layers N] [--routing forced] [--runs ours,torchtitan,...]
+    [-- --section.key value ...]
 
 Shape A is train_configs/qwen3_30b_a3b_12l.toml, shape B train_configs/deepseek_v3_16b_12l.toml, of 12 layers each; on one
 GPU both have 4 unless `--layers` says otherwise. A run is `ours` or `torchtitan`, with the experts spread over all GPUs,
-or, with the suffix `-ep1`, over none; `-tp2` makes attention tensor parallel over pairs of the GPUs that the experts are
-spread over, at the same global batch. What follows `--` goes to our runs alone. Results are printed and written to
-OUT/train_step.json.
+or, with the suffix `-ep1` or `-ep4`, over none or over groups of four; `-tp2` makes attention tensor parallel over pairs of
+the GPUs that the experts are spread over, at the same global batch. Routing is natural or forced: every expert gets as many
+tokens. What follows `--` goes to our runs alone. Results are printed and written to OUT/train_step.json.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from moe_titan.flops import peak_flops, train_flops_per_token
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {"A": "train_configs/qwen3_30b_a3b_12l.toml", "B": "train_configs/deepseek_v3_16b_12l.toml"}
-RUNS = [engine + layout for engine in ("ours", "torchtitan") for layout in ("", "-tp2", "-ep1")]
+RUNS = [engine + layout for engine in ("ours", "torchtitan") for layout in ("", "-tp2", "-ep1", "-ep4")]
 WARMUP_STEPS = 10
 LOG_FREQ = 5  # a logged throughput is the mean over so many steps
 PROFILER = {"profiler_warmup": LOG_FREQ - 2, "profiler_active": 2}  # the last window, which is then not timed
@@ -51,6 +52,8 @@ class Result:
     tokens_per_second: float | None = None  # per GPU, median over the timed windows of steps
     tflops: float | None = None  # per GPU, by our count of model FLOPs for every run
     mfu: float | None = None
+    of_dense: float | None = None  # TFLOP/s over those of one large product on this machine
+    idle: float | None = None  # share of the profiled steps in which the GPU does nothing
     memory_allocated_gib: float | None = None  # rank 0's peak of torch.cuda.max_memory_allocated
     memory_reserved_gib: float | None = None  # torchtitan's own figure: what torch's allocator held at most
     steps: Steps = field(default_factory=list)
@@ -64,7 +67,8 @@ def our_flags(run: str, options: argparse.Namespace) -> list[str]:
         "job.dump_folder": options.out / run,
         "training.steps": options.steps,
         "metrics.log_freq": LOG_FREQ,
-        "parallelism.expert_parallel_degree": 1 if layout == "ep1" else options.gpus,
+        "parallelism.expert_parallel_degree": int(layout[2:]) if layout.startswith("ep") else options.gpus,
+        "debug.moe_force_load_balance": str(options.routing == "forced").lower(),
     }
     if layout == "tp2":  # half as many data ranks, each with twice the sequences
         flags |= {"parallelism.tensor_parallel_degree": 2, "training.local_batch_size": 8}
@@ -142,12 +146,15 @@ def add_throughput(result: Result, config: Config, options: argparse.Namespace) 
     result.tflops = flops / 1e12
     peak = peak_flops(environment.hardware()[0])
     result.mfu = flops / peak if peak else None
+    result.of_dense = flops / options.dense_rate if options.dense_rate else None
+    if options.profile and (traces := traces_of(options.out / result.run)):
+        result.idle = summarize(traces[-1]).idle
 
 
 def table(results: list[Result]) -> str:
     """The results as text, a row per run."""
     peer = next((result.tokens_per_second for result in results if result.run == "torchtitan"), None)
-    head = ["run", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "memory GiB", "x torchtitan"]
+    head = ["run", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "of dense", "idle", "memory GiB", "x torchtitan"]
     rows = [head + [f"loss@{step}" for step in LOSS_STEPS]]
     for result in results:
         speed = result.tokens_per_second
@@ -158,6 +165,8 @@ def table(results: list[Result]) -> str:
                 shown(speed, ",.0f"),
                 shown(result.tflops, ".1f"),
                 shown(result.mfu, ".1%"),
+                shown(result.of_dense, ".1%"),
+                shown(result.idle, ".1%"),
                 shown(result.memory_allocated_gib, ".1f"),
                 shown(speed / peer if speed and peer else None, ".3f"),
                 *(shown(losses.get(step), ".4f") for step in LOSS_STEPS),
@@ -185,9 +194,20 @@ def loss_differences(results: list[Result]) -> dict[str, float]:
     }
 
 
+def traces_of(folder: Path) -> list[Path]:
+    """Rank 0's traces, the newest last."""
+    return sorted(folder.rglob("*rank0*.json*"), key=lambda path: path.stat().st_mtime)
+
+
+def dense_rate() -> float | None:
+    """FLOP/s of one large bf16 product on the first GPU, measured in a process of its own; None without a GPU."""
+    found = subprocess.run([sys.executable, "benchmarks/dense_rate.py"], capture_output=True, text=True, cwd=ROOT)
+    return float(found.stdout) if found.returncode == 0 and found.stdout.strip() else None
+
+
 def trace_report(folder: Path) -> str:
     """Kernel times of the newest trace of rank 0 in a run's folder."""
-    traces = sorted(folder.rglob("*rank0*.json*"), key=lambda path: path.stat().st_mtime)
+    traces = traces_of(folder)
     if not traces:
         return f"{folder.name}: no trace"
     try:
@@ -201,7 +221,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--layers", type=int, choices=(4, 12), help="instead of 12, and of 4 on one GPU")
+    parser.add_argument("--layers", type=int, help="instead of 12, and of 4 on one GPU")
+    parser.add_argument("--routing", choices=("natural", "forced"), default="natural")
     parser.add_argument("--runs", default="ours,torchtitan", help=f"drawn from {', '.join(RUNS)}; one after the other")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--timeout", type=float, default=270, help="seconds for a run")
@@ -209,7 +230,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for logs and results")
     parser.add_argument("--commit", default=environment.commit(), help="where the folder is no git checkout")
     options = parser.parse_args(argv[:split])
-    options.flags = argv[split + 1 :]
+    options.flags, options.dense_rate = argv[split + 1 :], None
     options.layers = options.layers or (4 if options.gpus == 1 else None)
     options.runs = options.runs.split(",")
     options.out = (options.out or ROOT / f"outputs/benchmarks/train_step_{options.shape}").absolute()
@@ -231,6 +252,7 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    options.dense_rate = dense_rate()
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "benchmarks/train_step.py", *argv]),
@@ -238,6 +260,8 @@ def main(argv: list[str]) -> int:
         "hardware": environment.hardware(),
         "versions": environment.versions(),
         "shape": SHAPES[options.shape],
+        "routing": options.routing,
+        "dense_tflops": options.dense_rate and options.dense_rate / 1e12,
     }
     results = []
     for run, config in configs.items():
@@ -254,7 +278,7 @@ def main(argv: list[str]) -> int:
     print(table(results))
     print(
         f"Throughput: median over windows of {LOG_FREQ} steps after step {WARMUP_STEPS}. Memory: peak allocated by torch "
-        "on rank 0. TFLOP/s and MFU: model FLOPs, causal attention halved."
+        "on rank 0. TFLOP/s and MFU: model FLOPs, causal attention halved. Of dense: of the rate of one large product."
     )
     for pair, difference in report["loss_differences"].items():
         print(f"largest relative difference of a logged loss, {pair}: {difference:.2e}")

@@ -87,7 +87,8 @@ class Engine:
         self.balancer = LoadBalancer(self.model, mesh.stage_group)
         moes = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
         experts = {moe.layer: (moe, [f"{name}.experts.{weight}" for weight in ("w13", "w2")]) for name, moe in moes.items()}
-        self.placement = ExpertPlacement(experts, self.optimizer, mesh.group("ep"))
+        by_expert = all(self.plan[name].shard_dim == 0 for _, weights in experts.values() for name in weights)
+        self.placement = ExpertPlacement(experts, self.optimizer, mesh, by_expert)
         self._unread = UnreadSteps(self.optimizer, self.capacity)
 
     def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:

@@ -115,6 +115,13 @@ class FoldedMesh:
         return (mesh if mesh.ndim == 1 else mesh._flatten("dispatch")).get_group()
 
     @cached_property
+    def expert_shard_group(self) -> ProcessGroup | None:
+        """The edp_shard x ep ranks among which the experts are cut one by one, ep varying fastest."""
+        if self.layout.edp_shard == 1:
+            return self.group("ep")
+        return self.expert["edp_shard", "ep"]._flatten("expert_shard").get_group()
+
+    @cached_property
     def stage_group(self) -> ProcessGroup | None:
         """All ranks of this pipeline stage: each holds different tokens of the same layers."""
         if self.layout.stage == 1:

@@ -159,7 +159,6 @@ def _check_experts(config: Config, args: Any, world_size: int) -> Iterator[str]:
     if stage % (ep * etp):
         yield config.problem(_EP, f"times {_ETP} {etp} must divide {stage} processes; as product {_divisors(stage)}")
     yield from _check_dispatcher(config, ep, etp)
-    yield from _check_rebalancing(config, args, world_size)
     if moe.top_k > moe.num_experts:
         yield _argument(config, args, "moe_args.top_k", f"must be <= num_experts = {moe.num_experts}")
     if moe.score_before_experts:
@@ -177,17 +176,6 @@ def _check_dispatcher(config: Config, ep: int, etp: int) -> Iterator[str]:
         yield config.problem("moe.capacity_factor", 'must be none: it is for moe.dispatcher = "nvlink"')
     if kind in _PACKAGES:
         yield from _check_package(config, etp)
-
-
-def _check_rebalancing(config: Config, args: Any, world_size: int) -> Iterator[str]:
-    """Whole experts move, so a rank must hold whole ones."""
-    ep, etp, degrees = config.get(_EP), config.get(_ETP), config.parallelism
-    if not config.moe.rebalance_interval or ep == 1:
-        return
-    replica = world_size // (degrees.pipeline_parallel_degree * degrees.data_parallel_replicate_degree)
-    if (shards := replica // gcd(replica, ep * etp)) > 1:
-        what = f"must be 0 where the experts of a rank are sharded over {shards} data ranks; raise {_EP} or {_REPLICATE}"
-        yield config.problem("moe.rebalance_interval", what)
 
 
 def _check_package(config: Config, etp: int) -> Iterator[str]:

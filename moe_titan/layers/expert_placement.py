@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from moe_titan.layers.moe import MoE
 from moe_titan.optimizer import ShardedAdamW
+from parallelisms.folded_mesh import FoldedMesh
 from parallelisms.routing import Placement, without_waiting
 
 _EVEN = 1.02
@@ -23,18 +24,23 @@ _EVEN = 1.02
 
 
 class ExpertPlacement:
-    """Owns where the experts of every layer are. Slot s of a layer is on rank ``s // (E / ranks)`` of the group.
+    """Owns where the experts of every layer are: in which slot, of which rank ``s // (E / ep)`` has slot s.
 
     Router, expert bias, counts and checkpoints know experts by their number and nothing of this; dispatch does.
 
     Args:
         layers: by name, the MoE layers and the names of their experts' parameters.
         optimizer: holds all that has to move with an expert.
-        group: the ranks among which experts are spread; None for one, and then nothing ever moves.
+        mesh: of its layout ``ep``, among whose ranks loads become even.
+        by_expert: FSDP2 shards a rank's experts one by one, not each within itself.
     """
 
-    def __init__(self, layers: dict[str, tuple[MoE, list[str]]], optimizer: ShardedAdamW, group: ProcessGroup | None):
-        self._layers, self._optimizer, self._group = layers, optimizer, group
+    def __init__(self, layers: dict[str, tuple[MoE, list[str]]], optimizer: ShardedAdamW, mesh: FoldedMesh, by_expert: bool):
+        self._layers, self._optimizer, self._ep = layers, optimizer, mesh.layout.ep
+        self._group = None
+        if self._ep > 1:
+            self._group = mesh.expert_shard_group if by_expert else mesh.group("ep")
+            self._shards = mesh.layout.edp_shard if by_expert else 1
         self.expert_of_slot = {name: list(range(moe.experts.num_experts)) for name, (moe, _) in layers.items()}
         self._now = dict(self.expert_of_slot)
 
@@ -47,7 +53,7 @@ class ExpertPlacement:
         if self._group is None:
             return
         for name, load in loads.items():
-            self.expert_of_slot[name] = even_slots(self.expert_of_slot[name], load.tolist(), self._group.size())
+            self.expert_of_slot[name] = even_slots(self.expert_of_slot[name], load.tolist(), self._ep)
         self._arrange(self.expert_of_slot)
 
     @contextmanager
@@ -72,7 +78,7 @@ class ExpertPlacement:
     def _move(self, name: str, wanted: list[int]) -> None:
         moe, parameters = self._layers[name]
         held = [tensor for parameter in parameters for tensor in self._optimizer.tensors(parameter)]
-        _exchange(held, self._now[name], wanted, self._group)
+        _exchange(held, self._now[name], wanted, _homes(len(wanted), self._ep, self._shards), self._group)
         is_sorted = wanted == sorted(wanted)
         moe.placement = None if is_sorted else Placement.of(wanted, held[0].device)
 
@@ -96,21 +102,29 @@ def even_slots(expert_of_slot: list[int], loads: list[int], ranks: int) -> list[
     return slots_RS.flatten().tolist()
 
 
-def _exchange(held: list[Tensor], old: list[int], new: list[int], group: ProcessGroup) -> None:
+def _homes(num_experts: int, ep: int, shards: int) -> list[tuple[int, int]]:
+    """Of each slot the rank that holds it, ep varying fastest, and which of that rank's it is; FSDP2 cuts like torch.chunk."""
+    e = num_experts // ep
+    chunk = -(-e // shards)
+    return [(slot // chunk * ep + rank, slot % chunk) for rank in range(ep) for slot in range(e)]
+
+
+def _exchange(held: list[Tensor], old: list[int], new: list[int], homes: list[tuple[int, int]], group: ProcessGroup) -> None:
     """Brings the experts of this rank's slots, in place.
 
     Args:
         held: of each tensor this rank's part, by slot along the first dimension.
-        old, new: which expert is in each slot of the group.
+        old, new: which expert is in each slot.
+        homes: of each slot, see :func:`_homes`.
     """
-    per_rank, me, ranks = len(held[0]), group.rank(), group.size()
+    me, ranks = group.rank(), range(group.size())
     slot_of_expert = {expert: slot for slot, expert in enumerate(old)}
-    moves = [(slot_of_expert[expert], slot) for slot, expert in enumerate(new) if old[slot] != expert]  # from, to; by receiver
-    leaving = [[source for source, to in moves if source // per_rank == me and to // per_rank == rank] for rank in range(ranks)]
-    coming = [[to for source, to in moves if source // per_rank == rank and to // per_rank == me] for rank in range(ranks)]
+    moves = [(homes[slot_of_expert[expert]], homes[slot]) for slot, expert in enumerate(new) if old[slot] != expert]
+    leaving = [[index for (rank, index), (to, _) in moves if (rank, to) == (me, other)] for other in ranks]
+    coming = [[index for (rank, _), (to, index) in moves if (rank, to) == (other, me)] for other in ranks]
     out, into = (
-        without_waiting(torch.tensor([s % per_rank for of_rank in slots for s in of_rank], dtype=torch.int64), held[0].device)
-        for slots in (leaving, coming)
+        without_waiting(torch.tensor([index for of_rank in indices for index in of_rank], dtype=torch.int64), held[0].device)
+        for indices in (leaving, coming)
     )
     sent = torch.cat([part[out].flatten(1).view(torch.uint8) for part in held], dim=1)
     received = sent.new_empty(len(into), sent.shape[1])

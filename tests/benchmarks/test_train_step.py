@@ -96,7 +96,7 @@ def test_torchtitan_gets_the_same_settings(shape, flavors, gpus, layers, tmp_pat
 @pytest.mark.parametrize("shape", ["A", "B"])
 def test_layouts_train_on_the_same_global_batch(shape):
     chosen = options("--shape", shape, "--", "--optimizer.lr", "1e-3")
-    configs = {run: config_of(run, chosen) for run in train_step.RUNS}
+    configs = {run: config_of(run, chosen) for run in train_step.RUNS if not run.endswith("-ep4")}
     assert {config.training.global_batch_size for config in configs.values()} == {8}
     degrees = {
         run: (
@@ -109,6 +109,10 @@ def test_layouts_train_on_the_same_global_batch(shape):
     assert degrees["ours"] == degrees["torchtitan"] == (2, 1, 2)
     assert degrees["ours-tp2"] == (1, 2, 2)
     assert degrees["ours-ep1"] == (2, 1, 1)
+    on_eight = options("--shape", shape, "--gpus", "8", "--routing", "forced")
+    eight = config_of("ours-ep4", on_eight)
+    assert (eight.parallelism.data_parallel_shard_degree, eight.parallelism.expert_parallel_degree) == (8, 4)
+    assert eight.debug.moe_force_load_balance and not configs["ours"].debug.moe_force_load_balance
     assert (configs["ours"].optimizer.lr, configs["torchtitan"].optimizer.lr) == (1e-3, 3e-4)
 
 
@@ -151,11 +155,13 @@ def test_corpus_is_our_first_epoch(tmp_path, monkeypatch):
     assert ours.tolist() == [token for text in texts for token in tokenizer.encode(text)][:500]
 
 
-def test_throughput_is_the_median_of_whole_timed_windows():
+def test_throughput_is_the_median_of_whole_timed_windows(tmp_path):
     chosen = options("--shape", "A", "--profile", "--steps", "30")
     speeds = {1: 1, 5: 10, 10: 20, 15: 30_000, 20: 31_000, 25: 50_000, 30: 5}
     result = Result("ours", "", 0.0, steps=[{"step": k, "tokens_per_second": v} for k, v in speeds.items()])
+    chosen.dense_rate, chosen.out = 800e12, tmp_path
     train_step.add_throughput(result, config_of("ours", chosen), chosen)
+    assert result.of_dense == pytest.approx(result.tflops / 800) and result.idle is None
     assert result.tokens_per_second == 31_000
     assert result.tflops == pytest.approx(31e3 * 7.170686976e9 / 1e12)
 
@@ -163,16 +169,16 @@ def test_throughput_is_the_median_of_whole_timed_windows():
 def test_table_and_loss_differences():
     def result(run, speed, *losses):
         steps = [{"step": step, "loss": loss} for step, loss in zip((1, 10), losses, strict=False)]
-        return Result(run, "", 1.0, None, speed, 230.0, 0.2326, 98.5, None, steps)
+        return Result(run, "", 1.0, None, speed, 230.0, 0.2326, 0.31, 0.004, 98.5, None, steps)
 
     failed = Result("ours-ep1", "", 1.0, error="exit code 1")
     results = [result("ours", 33_000.4, 12.0, 6.0), failed, result("ours-tp2", 27_000.0, 12.0, 6.006)]
     results.append(result("torchtitan", 30_000.0, 12.1, 6.1))
     rows = [line.split() for line in train_step.table(results).splitlines()]
     assert rows[0][:3] == ["run", "tokens/s/GPU", "TFLOP/s/GPU"] and rows[0][-4:] == "loss@1 loss@10 loss@25 loss@50".split()
-    assert rows[1] == ["ours", "33,000", "230.0", "23.3%", "98.5", "1.100", "12.0000", "6.0000", "-", "-"]
-    assert rows[2] == ["ours-ep1"] + ["-"] * 9
-    assert rows[4][5] == "1.000"
+    assert rows[1] == ["ours", "33,000", "230.0", "23.3%", "31.0%", "0.4%", "98.5", "1.100", "12.0000", "6.0000", "-", "-"]
+    assert rows[2] == ["ours-ep1"] + ["-"] * 11
+    assert rows[4][7] == "1.000"
     assert len({len(line) for line in train_step.table(results).splitlines()}) == 1
     assert train_step.loss_differences(results) == {"ours-tp2 to ours": pytest.approx(1e-3)}
     assert train_step.loss_differences(results[-1:]) == {}

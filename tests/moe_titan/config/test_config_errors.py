@@ -152,12 +152,6 @@ COMMAND_LINES = [
         4,
         ["module hybrid_ep_cpp", "hybrid-ep", "expert_tensor_parallel_degree = 2", 'mixed_precision_param = "float32"'],
     ),
-    (
-        MOE,
-        "--moe.rebalance_interval 5 --parallelism.expert_parallel_degree 2",
-        4,
-        ["moe.rebalance_interval = 5", "sharded over 2 data ranks", "expert_parallel_degree"],
-    ),
     (MOE, "--moe.rebalance_interval -1", 1, ["moe.rebalance_interval = -1", ">= 0"]),
     (MOE, "--moe.capacity_factor 0", 1, ["moe.capacity_factor = 0", "> 0"]),
     (

@@ -74,15 +74,18 @@ def _there_and_back(layout: Layout, dtype: torch.dtype) -> list[bool]:
     before, ours = _everything(engine), [tensor.clone() for tensor in engine.optimizer.tensors(name)]
     everyone = [torch.empty(0)] * dist.get_world_size()
     dist.all_gather_object(everyone, ours)
-    group = dist.get_process_group_ranks(engine.mesh.group("ep"))
-    by_expert = [torch.cat([everyone[rank][i] for rank in group]) for i in range(len(ours))]
+    e, shards = 8 // layout.ep, layout.edp_shard
+    holders = dist.get_process_group_ranks(engine.mesh.expert_shard_group)  # ep varies fastest
+    ordered = [holders[shard * layout.ep + rank] for rank in range(layout.ep) for shard in range(shards)]
+    by_expert = [torch.cat([everyone[rank][i] for rank in ordered]) for i in range(len(ours))]
     rng, results = random.Random(3), []
     for _ in range(3):
         slots = rng.sample(range(8), 8)
         placement.expert_of_slot["layers.1"] = slots
         with placement.by_number():
             results.append(all(map(torch.equal, engine.optimizer.tensors(name), ours)))
-        mine = slots[engine.mesh.coordinate("ep") * 8 // layout.ep :][: 8 // layout.ep]
+        of_rank = slots[engine.mesh.coordinate("ep") * e :][:e]
+        mine = [part.tolist() for part in torch.tensor(of_rank).chunk(shards)][engine.mesh.coordinate("edp_shard")]
         results += [torch.equal(now, whole[mine]) for now, whole in zip(engine.optimizer.tensors(name), by_expert, strict=True)]
     after = _everything(engine)
     return results + [np.array_equal(before[key], after[key]) for key in before]
@@ -90,7 +93,15 @@ def _there_and_back(layout: Layout, dtype: torch.dtype) -> list[bool]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "layout", [Layout(dp_shard=2, tp=2, ep=4), Layout(dp_shard=2, ep=2), Layout(tp=2, dp_shard=2, ep=2, etp=2)]
+    "layout",
+    [
+        Layout(dp_shard=2, tp=2, ep=4),
+        Layout(dp_shard=2, ep=2),
+        Layout(tp=2, dp_shard=2, ep=2, etp=2),
+        Layout(dp_shard=4, ep=2),
+        Layout(dp_replicate=2, dp_shard=2, ep=2),
+    ],
+    ids=str,
 )
 def test_all_of_an_expert_moves(pool, layout, dtype) -> None:
     for results in pool.run(layout.world, _there_and_back, layout, dtype):
@@ -123,6 +134,9 @@ def _train(layout: Layout, dispatcher: str, moving: bool) -> tuple[dict, list[fl
         (Layout(dp_shard=2, ep=2), "allgather"),
         (Layout(dp_replicate=2, tp=2, ep=2, etp=2), "alltoall"),
         (Layout(dp_replicate=2, dp_shard=2, ep=2), "alltoall"),
+        (Layout(dp_shard=4, ep=2), "alltoall"),
+        (Layout(dp_shard=8, ep=2), "alltoall"),  # one expert on each rank
+        (Layout(dp_shard=8, ep=4), "nvlink"),
     ],
     ids=str,
 )
