@@ -134,7 +134,7 @@ class Trainer:
             result = taken.result.wait()
         self.tokens += result.tokens
         interval = self.config.moe.rebalance_interval
-        if interval and taken.step % interval == 0:
+        if interval and (taken.step == 1 or taken.step % interval == 0):
             self.engine.placement.rebalance(result.expert_load)
         before, self._finished = self._finished, time.perf_counter()
         self._unlogged.append((self._finished - max(before, taken.began), taken.data_seconds))

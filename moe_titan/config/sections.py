@@ -149,7 +149,9 @@ class Moe:
         None, "Rows a rank has room for with nvlink, as a multiple of its even share; none for all that can arrive", POSITIVE
     )
     rebalance_interval: int = key(
-        0, "Steps after which experts move between ranks so that all get about as many rows; 0 for never", at_least(0)
+        0,
+        "Steps after which, as after the first, experts move between ranks so that all get as many rows; 0 for never",
+        at_least(0),
     )
     sequence_balance_loss_coeff: float = key(0.0, "Weight of the balance loss over each sequence", at_least(0))
     batch_balance_loss_coeff: float = key(0.0, "Weight of the balance loss over the batch", at_least(0))
