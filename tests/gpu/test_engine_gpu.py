@@ -27,10 +27,18 @@ LAYOUTS = {1: [Layout()], 2: [Layout(dp_shard=2), Layout(dp_shard=2, ep=2), Layo
 BOUNDS = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (2e-3, 1e-2)}
 
 
-def train(layout: Layout, device: torch.device, dtype: torch.dtype, factor: float | None = None) -> list[tuple[float, float]]:
+def train(
+    layout: Layout, device: torch.device, dtype: torch.dtype, factor: float | None = None, moving: bool = False
+) -> list[tuple[float, float]]:
     """Loss and gradient norm of five steps on the same global batch."""
     engine, batches = build(layout, device, dtype, factor)
-    results = [engine.step(batches, lr=1e-3) for _ in range(5)]
+    results = []
+    for _ in range(5):
+        results.append(engine.step(batches, lr=1e-3))
+        if moving:
+            engine.placement.rebalance(results[-1].expert_load)
+    experts = [slots for slots in engine.placement.expert_of_slot.values() if slots != sorted(slots)]
+    assert bool(experts) == (moving and layout.ep > 1)
     return [(result.loss, result.grad_norm) for result in results]
 
 
@@ -61,6 +69,7 @@ def train_on_gpus(rank: int, world: int, folder: str) -> None:
     runs = [[train(layout, device, dtype) for layout in LAYOUTS[world]] for dtype in BOUNDS]
     # Rows for a tenth of the tokens, so that every step is repeated.
     runs.append([train(layout, device, torch.bfloat16, factor=0.1) for layout in LAYOUTS[world]])
+    runs.append([train(layout, device, torch.bfloat16, moving=True) for layout in LAYOUTS[world]])
     for layout in LAYOUTS[world]:
         train_without_waiting(layout, device)
     if rank == 0:
@@ -73,7 +82,7 @@ def test_gpus_train_as_one_process_on_the_cpu(pool, tmp_path, gpus) -> None:
     expected = pool.run(1, train, Layout(), torch.device("cpu"), torch.float32)[0]
     assert expected[-1][0] < expected[0][0]
     mp.spawn(train_on_gpus, (gpus, str(tmp_path)), nprocs=gpus)
-    bounds_of_runs = *BOUNDS.values(), BOUNDS[torch.bfloat16]
+    bounds_of_runs = *BOUNDS.values(), BOUNDS[torch.bfloat16], BOUNDS[torch.bfloat16]
     for runs, bounds in zip(json.loads((tmp_path / "runs.json").read_text()), bounds_of_runs, strict=True):
         for layout, steps in zip(LAYOUTS[gpus], runs, strict=True):
             for (loss, norm), (wanted_loss, wanted_norm) in zip(steps, expected, strict=True):
