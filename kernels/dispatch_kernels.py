@@ -1,7 +1,7 @@
 """Triton kernels of :mod:`kernels.dispatch`: two transfers between ranks, each in one launch.
 
-The first half of the programs writes into the memory of the other ranks, the second half reads what these write; see
-:mod:`kernels.peers` for the rules. Tiles of tokens go round the pairs of a sender and a receiver.
+Every second program writes into the memory of the other ranks, the others read what these write; see :mod:`kernels.peers` for
+the rules. Tiles of tokens go round the pairs of a sender and a receiver.
 """
 
 import triton
@@ -26,7 +26,7 @@ def _field(table_ptr, field: tl.constexpr, peer, dtype: tl.constexpr, WORLD: tl.
 def _pair():
     """Number of senders, and which of them this program is or receives from."""
     pairs = tl.num_programs(0) // 2
-    return pairs, tl.program_id(0) % pairs
+    return pairs, tl.program_id(0) // 2
 
 
 @triton.jit
@@ -171,7 +171,7 @@ def push_tokens_kernel(
 ):  # fmt: skip
     program, pairs, rank = tl.program_id(0), tl.num_programs(0) // 2, rank.to(tl.int64)
     transfer = tl.load(state_ptr + program)
-    if program < pairs:
+    if program % 2 == 0:
         _wait(table_ptr, state_ptr, failure, READ, transfer, rank, limit, WORLD, WORLD_P, CLOCK)
         for step in range(steps):
             for tile in range(step * tiles, (step + 1) * tiles):
@@ -287,7 +287,7 @@ def push_sums_kernel(
 ):  # fmt: skip
     program, pairs, rank = tl.program_id(0), tl.num_programs(0) // 2, rank.to(tl.int64)
     transfer = tl.load(state_ptr + program)
-    if program < pairs:
+    if program % 2 == 0:
         _wait(table_ptr, state_ptr, failure, READ, transfer, rank, limit, WORLD, WORLD_P, CLOCK)
         for step in range(steps):
             for turn in range(1, WORLD):

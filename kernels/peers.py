@@ -11,8 +11,9 @@ counts on. There are two kinds:
 - ``READ`` is ``n + 1`` once the receiver has read all of transfer n; senders wait for that before they write transfer n + 1.
 
 As sender and receiver p have the same tokens in every transfer, nothing is overwritten that is still to be read. Programs start
-in the order of their numbers, senders first, and a sender waits only for the transfer before: so a transfer never needs all of
-its programs on the device at once.
+in the order of their numbers, a sender just before its receiver. A sender waits only for the transfer before, and receiver p only
+for senders p, so the lowest pair that is unfinished anywhere can always go on: a transfer never needs all of its programs on the
+device at once.
 """
 
 import os
