@@ -4,15 +4,17 @@ python benchmarks/train_step.py --shape A|B [--gpus 2] [--layers N] [--routing f
     [-- --section.key value ...]
 
 Shape A is train_configs/qwen3_30b_a3b_12l.toml, shape B train_configs/deepseek_v3_16b_12l.toml, of 12 layers each; on one
-GPU both have 4 unless `--layers` says otherwise. A run is `ours` or `torchtitan`, with the experts spread over all GPUs,
-or, with the suffix `-ep1` or `-ep4`, over none or over groups of four; `-tp2` makes attention tensor parallel over pairs of
-the GPUs that the experts are spread over, at the same global batch. Routing is natural or forced: every expert gets as many
-tokens. What follows `--` goes to our runs alone. Results are printed and written to OUT/train_step.json.
+GPU both have 4 unless `--layers` says otherwise. A run is `ours` or `torchtitan`, with the experts spread over all GPUs and
+attention data parallel over them; suffixes say otherwise, as in `ours-tp2-ep4-etp2`: `-epN` experts over groups of N, `-etpN`
+each expert over N, `-tpN` attention tensor parallel over N at the same global batch, `-dprN` N replicas (HSDP). Routing is
+natural or forced: every expert gets as many tokens. What follows `--` goes to our runs alone. Results are printed and written
+to OUT/train_step.json.
 """
 
 import argparse
 import json
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -32,7 +34,7 @@ from moe_titan.flops import peak_flops, train_flops_per_token
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {"A": "train_configs/qwen3_30b_a3b_12l.toml", "B": "train_configs/deepseek_v3_16b_12l.toml"}
-RUNS = [engine + layout for engine in ("ours", "torchtitan") for layout in ("", "-tp2", "-ep1", "-ep4")]
+RUN = re.compile(r"(?P<engine>ours|torchtitan)(-tp(?P<tp>\d+))?(-dpr(?P<dpr>\d+))?(-ep(?P<ep>\d+))?(-etp(?P<etp>\d+))?")
 WARMUP_STEPS = 10
 LOG_FREQ = 5  # a logged throughput is the mean over so many steps
 PROFILER = {"profiler_warmup": LOG_FREQ - 2, "profiler_active": 2}  # the last window, which is then not timed
@@ -61,24 +63,30 @@ class Result:
 
 def our_flags(run: str, options: argparse.Namespace) -> list[str]:
     """The command line of one of our runs; a torchtitan run gets the same settings from the same flags."""
-    engine, _, layout = run.partition("-")
+    parts = RUN.fullmatch(run)
+    assert parts is not None
+    degrees = {name: int(value) for name, value in parts.groupdict().items() if value and name != "engine"}
     flags = {
         "config": SHAPES[options.shape],
         "job.dump_folder": options.out / run,
         "training.steps": options.steps,
         "metrics.log_freq": LOG_FREQ,
-        "parallelism.expert_parallel_degree": int(layout[2:]) if layout.startswith("ep") else options.gpus,
+        "parallelism.expert_parallel_degree": degrees.get("ep", options.gpus // degrees.get("etp", 1)),
         "debug.moe_force_load_balance": str(options.routing == "forced").lower(),
     }
-    if layout == "tp2":  # half as many data ranks, each with twice the sequences
-        flags |= {"parallelism.tensor_parallel_degree": 2, "training.local_batch_size": 8}
+    if tp := degrees.get("tp"):  # fewer data ranks, each with more sequences
+        flags |= {"parallelism.tensor_parallel_degree": tp, "training.local_batch_size": 4 * tp}
+    if etp := degrees.get("etp"):
+        flags["parallelism.expert_tensor_parallel_degree"] = etp
+    if dpr := degrees.get("dpr"):
+        flags["parallelism.data_parallel_replicate_degree"] = dpr
     if options.layers:
         flags["model.overrides.n_layers"] = options.layers
     if options.profile:
         flags |= {"profiling.enable_profiling": "true", "profiling.profile_freq": options.steps}
         flags |= {f"profiling.{key}": steps for key, steps in PROFILER.items()}
     spelled = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-    return spelled + (options.flags if engine == "ours" else [])
+    return spelled + (options.flags if parts["engine"] == "ours" else [])
 
 
 def train(run: str, flags: list[str], config: Config, options: argparse.Namespace) -> Result:
@@ -223,7 +231,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--layers", type=int, help="instead of 12, and of 4 on one GPU")
     parser.add_argument("--routing", choices=("natural", "forced"), default="natural")
-    parser.add_argument("--runs", default="ours,torchtitan", help=f"drawn from {', '.join(RUNS)}; one after the other")
+    parser.add_argument("--runs", default="ours,torchtitan", help="by commas, one after the other; see above")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--timeout", type=float, default=270, help="seconds for a run")
     parser.add_argument("--profile", action="store_true", help="trace the last 2 steps and sum up their kernels")
@@ -234,8 +242,9 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     options.layers = options.layers or (4 if options.gpus == 1 else None)
     options.runs = options.runs.split(",")
     options.out = (options.out or ROOT / f"outputs/benchmarks/train_step_{options.shape}").absolute()
-    if unknown := set(options.runs) - set(RUNS):
-        parser.error(f"--runs: unknown {', '.join(unknown)}; choose from {', '.join(RUNS)}")
+    if unknown := [run for run in options.runs if not RUN.fullmatch(run)]:
+        what = "ours or torchtitan, then -tpN, -dprN, -epN, -etpN as wanted, in this order"
+        parser.error(f"--runs: unknown {', '.join(unknown)}; a run is {what}")
     if len(set(options.runs)) < len(options.runs):
         parser.error("--runs: name each run once")
     if options.steps < (least := WARMUP_STEPS + 2 * LOG_FREQ) or options.steps % LOG_FREQ:

@@ -169,7 +169,7 @@ def push_tokens_kernel(
     META: tl.constexpr, K: tl.constexpr, K_P: tl.constexpr, WORLD: tl.constexpr, WORLD_P: tl.constexpr,
     TILE: tl.constexpr, BLOCK_D: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    program, pairs, rank = tl.program_id(0), tl.num_programs(0) // 2, rank.to(tl.int64)
+    program, rank = tl.program_id(0), rank.to(tl.int64)
     transfer = tl.load(state_ptr + program)
     if program % 2 == 0:
         _wait(table_ptr, state_ptr, failure, READ, transfer, rank, limit, WORLD, WORLD_P, CLOCK)
@@ -285,7 +285,7 @@ def push_sums_kernel(
     WITH_GRADS: tl.constexpr, CHOICES: tl.constexpr, K: tl.constexpr, K_P: tl.constexpr, WORLD: tl.constexpr,
     WORLD_P: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    program, pairs, rank = tl.program_id(0), tl.num_programs(0) // 2, rank.to(tl.int64)
+    program, rank = tl.program_id(0), rank.to(tl.int64)
     transfer = tl.load(state_ptr + program)
     if program % 2 == 0:
         _wait(table_ptr, state_ptr, failure, READ, transfer, rank, limit, WORLD, WORLD_P, CLOCK)

@@ -96,7 +96,7 @@ def test_torchtitan_gets_the_same_settings(shape, flavors, gpus, layers, tmp_pat
 @pytest.mark.parametrize("shape", ["A", "B"])
 def test_layouts_train_on_the_same_global_batch(shape):
     chosen = options("--shape", shape, "--", "--optimizer.lr", "1e-3")
-    configs = {run: config_of(run, chosen) for run in train_step.RUNS if not run.endswith("-ep4")}
+    configs = {run: config_of(run, chosen) for run in ("ours", "torchtitan", "ours-tp2", "ours-ep1")}
     assert {config.training.global_batch_size for config in configs.values()} == {8}
     degrees = {
         run: (
@@ -110,8 +110,14 @@ def test_layouts_train_on_the_same_global_batch(shape):
     assert degrees["ours-tp2"] == (1, 2, 2)
     assert degrees["ours-ep1"] == (2, 1, 1)
     on_eight = options("--shape", shape, "--gpus", "8", "--routing", "forced")
-    eight = config_of("ours-ep4", on_eight)
-    assert (eight.parallelism.data_parallel_shard_degree, eight.parallelism.expert_parallel_degree) == (8, 4)
+    degrees = {}
+    for run in ("ours-ep4", "ours-tp2", "torchtitan-tp2-ep4-etp2", "ours-dpr2-ep8"):
+        eight = config_of(run, on_eight)
+        assert eight.training.global_batch_size == 32
+        layout = eight.parallelism
+        degrees[run] = (layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree, layout.tensor_parallel_degree)
+        degrees[run] += (layout.expert_parallel_degree, layout.expert_tensor_parallel_degree)
+    assert list(degrees.values()) == [(1, 8, 1, 4, 1), (1, 4, 2, 8, 1), (1, 4, 2, 4, 2), (2, 4, 1, 8, 1)]
     assert eight.debug.moe_force_load_balance and not configs["ours"].debug.moe_force_load_balance
     assert (configs["ours"].optimizer.lr, configs["torchtitan"].optimizer.lr) == (1e-3, 3e-4)
 
