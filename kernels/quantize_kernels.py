@@ -1,0 +1,135 @@
+"""The Triton kernels of :mod:`kernels.quantize`, and what they share with others that quantise.
+
+A row of numbers is a tile [blocks, 128]: a block of a recipe is a row of the tile.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def largest_bits(x, axis: tl.constexpr):
+    """The largest magnitude along an axis as the bits of an fp32, by which NaN is larger than infinity."""
+    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis)
+
+
+@triton.jit
+def factor_of(bits, POWER_OF_TWO: tl.constexpr):
+    """What elements are multiplied by so that the largest, which has these bits, fits E4M3: the inverse of their scale."""
+    amax = bits.to(tl.float32, bitcast=True)
+    factor = tl.div_rn(448.0, tl.where(amax < 1e-12, 1e-12, amax))
+    if POWER_OF_TWO:
+        floor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        factor = tl.where(factor > 0, floor, float("nan"))
+    return factor
+
+
+@triton.jit
+def row_bits(x_BC, BLOCKWISE: tl.constexpr):
+    """The largest magnitude of each block, or in each block's place that of the whole row."""
+    bits_B = largest_bits(x_BC, 1)
+    if BLOCKWISE:
+        return bits_B
+    return tl.zeros_like(bits_B) + tl.max(bits_B, 0)
+
+
+@triton.jit
+def places(BLOCKS: tl.constexpr):
+    """Where the numbers of a row stand, as the tile."""
+    return tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+
+
+@triton.jit
+def store_scales(factor_B, scale_ptr, stride_b, blocks, wanted, BLOCKWISE: tl.constexpr):
+    b_B = tl.arange(0, factor_B.shape[0])
+    # Without blocks all factors are the same, of which one is stored.
+    count = blocks if BLOCKWISE else 1
+    tl.store(scale_ptr + b_B * stride_b, tl.div_rn(1.0, factor_B), mask=(b_B < count) & wanted)
+
+
+@triton.jit
+def _spread_rows_kernel(
+    x_ptr, row_ptr, out_ptr, scale_ptr, D, stride_t, num_rows,
+    K: tl.constexpr, BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    d_BC = places(BLOCKS)
+    x_BC = tl.load(x_ptr + token * stride_t + d_BC, mask=d_BC < D, other=0.0).to(tl.float32)
+    factor_B = factor_of(row_bits(x_BC, BLOCKWISE), not BLOCKWISE)
+    out_BC = (x_BC * factor_B[:, None]).to(tl.float8e4nv)
+    for k in tl.static_range(K):
+        row = tl.load(row_ptr + token * K + k).to(tl.int64)
+        tl.store(out_ptr + row * D + d_BC, out_BC, mask=(d_BC < D) & (row >= 0))
+        store_scales(factor_B, scale_ptr + row, num_rows, D // 128, row >= 0, BLOCKWISE)
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x_ptr, num_rows_ptr, out_ptr, scale_ptr, D, R, BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(num_rows_ptr):
+        d_BC = places(BLOCKS)
+        x_BC = tl.load(x_ptr + row * D + d_BC, mask=d_BC < D, other=0.0).to(tl.float32)
+        factor_B = factor_of(row_bits(x_BC, BLOCKWISE), not BLOCKWISE)
+        tl.store(out_ptr + row * D + d_BC, (x_BC * factor_B[:, None]).to(tl.float8e4nv), mask=d_BC < D)
+        store_scales(factor_B, scale_ptr + row, R, D // 128, True, BLOCKWISE)
+
+
+@triton.jit
+def _load_rows(x_ptr, pair_ptr, row_R, end, c_C, C, CHOICES: tl.constexpr):
+    mask_R = row_R < end
+    if CHOICES:
+        row_R = tl.load(pair_ptr + row_R, mask=mask_R, other=0) // CHOICES
+    x_RC = x_ptr + row_R[:, None].to(tl.int64) * C + c_C[None, :]
+    return tl.load(x_RC, mask=mask_R[:, None] & (c_C < C)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _quantize_columns_kernel(
+    x_ptr, pair_ptr, offsets_ptr, out_ptr, scale_ptr, ends_ptr, C, E, W,
+    CHOICES: tl.constexpr, E_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCKWISE: tl.constexpr,
+):  # fmt: skip
+    """A program quantises some columns of a group, 128 rows after the other, and turns them into rows of the result."""
+    e, c_C, r_R = tl.program_id(1), tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, 128)
+    e_E = tl.arange(0, E_P)
+    start_E = tl.load(offsets_ptr + e_E - 1, mask=(e_E > 0) & (e_E < E), other=0)
+    blocks_E = tl.maximum(tl.cdiv(tl.load(offsets_ptr + e_E, mask=e_E < E, other=0) - start_E, 128), 1)
+    first = tl.sum(tl.where(e_E < e, blocks_E, 0))
+    begin, end = tl.sum(tl.where(e_E == e, start_E, 0)), tl.load(offsets_ptr + e)
+    blocks = tl.maximum(tl.cdiv(end - begin, 128), 1)
+    if tl.program_id(0) == 0:
+        tl.store(ends_ptr + e, (first + blocks) * 128)
+    bits_C = tl.zeros([BLOCK_C], tl.int32)
+    if not BLOCKWISE:
+        for block in range(blocks):
+            x_RC = _load_rows(x_ptr, pair_ptr, begin + block * 128 + r_R, end, c_C, C, CHOICES)
+            bits_C = tl.maximum(bits_C, largest_bits(x_RC, 0))
+        tl.store(scale_ptr + e * C + c_C, tl.div_rn(1.0, factor_of(bits_C, True)), mask=c_C < C)
+    for block in range(blocks):
+        x_RC = _load_rows(x_ptr, pair_ptr, begin + block * 128 + r_R, end, c_C, C, CHOICES)
+        if BLOCKWISE:
+            bits_C = largest_bits(x_RC, 0)
+        factor_C = factor_of(bits_C, not BLOCKWISE)
+        if BLOCKWISE:
+            tl.store(scale_ptr + (first + block).to(tl.int64) * C + c_C, tl.div_rn(1.0, factor_C), mask=c_C < C)
+        out_CR = tl.trans((x_RC * factor_C[None, :]).to(tl.float8e4nv))
+        to_CR = out_ptr + c_C[:, None].to(tl.int64) * W + ((first + block) * 128 + r_R)[None, :]
+        tl.store(to_CR, out_CR, mask=(c_C < C)[:, None])
+
+
+@triton.jit
+def _quantize_tiles_kernel(w_ptr, out_ptr, scale_ptr, N, K, TRANSPOSED: tl.constexpr):
+    k, n, e = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n_N, k_K = n * 128 + tl.arange(0, 128), k * 128 + tl.arange(0, 128)
+    matrix = e.to(tl.int64) * N * K
+    w_NK = tl.load(w_ptr + matrix + n_N[:, None] * K + k_K[None, :]).to(tl.float32)
+    factor = factor_of(tl.max(largest_bits(w_NK, 1), 0), False)
+    out_NK = (w_NK * factor).to(tl.float8e4nv)
+    tiles_N, tiles_K = N // 128, K // 128
+    if TRANSPOSED:
+        tl.store(out_ptr + matrix + k_K[:, None] * N + n_N[None, :], tl.trans(out_NK))
+        tl.store(scale_ptr + (e * tiles_K + k) * tiles_N + n, tl.div_rn(1.0, factor))
+    else:
+        tl.store(out_ptr + matrix + n_N[:, None] * K + k_K[None, :], out_NK)
+        tl.store(scale_ptr + (e * tiles_N + n) * tiles_K + k, tl.div_rn(1.0, factor))

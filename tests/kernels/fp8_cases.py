@@ -1,0 +1,127 @@
+"""Runs the Triton kernels of FP8 in Triton's interpreter, on the CPU, beside their references; prints the errors as JSON.
+
+A script of its own, since the interpreter must be chosen before Triton is imported.
+"""
+
+import json
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import interpreter
+
+from kernels import quantize
+
+TYPES = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
+
+
+def _tensor(data: np.ndarray, kind: tl.dtype) -> Tensor:
+    """The interpreter holds bf16 and E4M3 as integers."""
+    if kind not in TYPES:
+        return torch.from_numpy(np.ascontiguousarray(data))
+    return torch.from_numpy(np.ascontiguousarray(data).view(np.int16 if kind == tl.bfloat16 else np.uint8)).view(TYPES[kind])
+
+
+def _convert(data, source, target, rounding=None):
+    """As the hardware rounds: to nearest, ties to even. The interpreter's own conversion does not."""
+    converted = _tensor(data, source).to(TYPES.get(target, torch.float32)).contiguous()
+    bits = {tl.bfloat16: torch.int16, tl.float8e4nv: torch.uint8}.get(target, torch.float32)
+    return converted.view(bits).numpy().reshape(data.shape)
+
+
+def _dot(self, a, b, d, *options):
+    product = _tensor(a.data, a.dtype.scalar).float() @ _tensor(b.data, b.dtype.scalar).float()
+    return interpreter.TensorHandle(product.numpy() + d.data, d.dtype.scalar)
+
+
+interpreter._convert_float = _convert
+interpreter.InterpreterBuilder.create_dot = _dot
+
+
+def different(actual: Tensor, expected: Tensor) -> float:
+    """The share of numbers that differ in any bit; all NaN are the same."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    a, b = actual.float(), expected.float()
+    return ((a != b) & ~(a.isnan() & b.isnan())).double().mean().item() if a.numel() else 0.0
+
+
+def numbers(R: int, D: int, dtype: torch.dtype) -> Tensor:
+    """Rows of all sizes: one of zeros, one with a huge outlier, one with NaN and one with infinity."""
+    x_RD = torch.randn(R, D) * 10.0 ** torch.randint(-8, 8, (R, 1))
+    for i, value in enumerate((0.0, 1e30, torch.nan, torch.inf)):
+        if R > i + 2:
+            x_RD[i, 0 if i else slice(None)] = value
+    return x_RD.to(dtype)
+
+
+def same_products(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], chosen=slice(None)) -> float:
+    """Elements and scales bit for bit."""
+    (elements, scale), (wanted, wanted_scale) = actual, expected
+    return different(elements[chosen], wanted[chosen]) + different(scale[..., chosen], wanted_scale[..., chosen])
+
+
+def row_cases():
+    for dtype in (torch.float32, torch.bfloat16):
+        for R, D, blockwise in (
+            (9, 128, True),
+            (7, 384, True),
+            (5, 144, False),
+            (6, 16, False),
+            (1, 2048, False),
+            (0, 128, True),
+        ):
+            x_RD = numbers(R, D, dtype)
+            count = torch.tensor([max(R - 1, 0)])
+            expected = quantize.quantize_rows_reference(x_RD, blockwise)
+            actual = quantize._launch_rows(x_RD, count, blockwise)
+            case = f"{dtype} {R}x{D}, blockwise {blockwise}"
+            yield f"quantize_rows {case}", same_products(actual, expected, slice(0, max(R - 1, 0)))
+            N, K = max(R // 2, 1), 2
+            row_NK = torch.full((N * K,), -1, dtype=torch.int32)
+            row_NK[: min(R, 2 * N) - 1] = torch.randperm(R)[: min(R, 2 * N) - 1].int() if R > 1 else -1
+            row_NK = row_NK[torch.randperm(N * K)].view(N, K)
+            named = row_NK[row_NK >= 0].long()
+            tokens = torch.cat((numbers(N, D, dtype), torch.zeros(N, 16, dtype=dtype)), dim=1)[:, :D]
+            expected = quantize.spread_rows_fp8(tokens, row_NK, R, blockwise)
+            yield f"spread_rows_fp8 {case}", same_products(quantize._launch_spread(tokens, row_NK, R, blockwise), expected, named)
+
+
+def column_cases():
+    for groups in ([0, 1, 7, 0, 129, 31, 127, 128], [40], [0, 0], [0, 300, 0]):
+        rows, ends = sum(groups), torch.tensor(groups).cumsum(0, dtype=torch.int32)
+        for C, blockwise, choices in ((80, False, 0), (48, True, 0), (16, False, 2), (128, True, 3)):
+            count = rows + 5
+            x = numbers(-(-count // choices) if choices else count, C, torch.bfloat16)
+            pair = None
+            if choices:
+                pair = torch.randperm(len(x) * choices)[:count].int()
+                pair[rows:] = -1
+            else:
+                x[rows:] = torch.nan
+            actual = quantize._launch_columns(x, ends, blockwise, pair, choices)
+            expected = quantize.quantize_columns(x, ends, blockwise, pair, choices or 1)
+            used, case = int(expected[2][-1]), f"{groups} by {C}, blockwise {blockwise}, {choices} choices"
+            blocks = used // 128 if blockwise else len(groups)
+            wrong = different(actual[0][:, :used], expected[0][:, :used]) + different(actual[2], expected[2])
+            yield f"quantize_columns {case}", wrong + different(actual[1][:blocks], expected[1][:blocks])
+
+
+def tile_cases():
+    for E, N, K in ((1, 128, 128), (3, 256, 128), (2, 128, 384)):
+        w_ENK = numbers(E * N, K, torch.bfloat16).view(E, N, K)
+        for transposed in (False, True):
+            actual, expected = quantize._launch_tiles(w_ENK, transposed), quantize.quantize_tiles_reference(w_ENK, transposed)
+            for part, a, b in zip(("elements", "scale"), actual, expected, strict=True):
+                yield f"quantize_tiles {part} {E}x{N}x{K}, transposed {transposed}", different(a, b)
+
+
+CASES = (row_cases, column_cases, tile_cases)
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    print(json.dumps({case: worst for cases in CASES for case, worst in cases()}))
