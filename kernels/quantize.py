@@ -33,7 +33,7 @@ def quantize_reference(x_MK: Tensor, size_m: int, size_k: int, power_of_two: boo
 
 def quantize_rows_reference(x_RD: Tensor, blockwise: bool) -> tuple[Tensor, Tensor]:
     if not x_RD.numel():
-        return _empty_rows(x_RD, len(x_RD), blockwise)
+        return empty_rows(x_RD, *x_RD.shape, blockwise)
     elements_RD, scale = quantize_reference(x_RD, 1, BLOCK if blockwise else x_RD.shape[1], not blockwise)
     return elements_RD, scale.t().contiguous() if blockwise else scale.flatten()
 
@@ -64,8 +64,8 @@ def quantize_tiles_reference(w_ENK: Tensor, transposed: bool) -> tuple[Tensor, T
     return elements.contiguous(), scale.contiguous()
 
 
-def _empty_rows(x: Tensor, R: int, blockwise: bool) -> tuple[Tensor, Tensor]:
-    D = x.shape[1]
+def empty_rows(x: Tensor, R: int, D: int, blockwise: bool) -> tuple[Tensor, Tensor]:
+    """Room for the elements and scales of rows on the device of x."""
     scale_shape = (D // BLOCK, R) if blockwise else (R,)
     return x.new_empty(R, D, dtype=E4M3), x.new_empty(scale_shape, dtype=torch.float32)
 
@@ -92,7 +92,7 @@ def _warps(D: int) -> int:
 def _launch_spread(x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool) -> tuple[Tensor, Tensor]:
     x_ND = x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()
     (N, K), D = row_NK.shape, x_ND.shape[1]
-    rows_RD, scale = _empty_rows(x_ND, num_rows, blockwise)
+    rows_RD, scale = empty_rows(x_ND, num_rows, x_ND.shape[1], blockwise)
     if x_ND.numel():
         _spread_rows_kernel[(N,)](
             x_ND, row_NK.contiguous(), rows_RD, scale, D, x_ND.stride(0), num_rows,
@@ -112,7 +112,7 @@ def spread_rows_fp8(x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool
     """
     if x_ND.is_cuda:
         return _launch_spread(x_ND, row_NK, num_rows, blockwise)
-    rows_RD, scale = _empty_rows(x_ND, num_rows, blockwise)
+    rows_RD, scale = empty_rows(x_ND, num_rows, x_ND.shape[1], blockwise)
     named_NK = row_NK >= 0
     row_P, token_P = row_NK[named_NK].long(), named_NK.nonzero()[:, 0]
     elements_ND, token_scale = quantize_rows_reference(x_ND, blockwise)
@@ -123,12 +123,12 @@ def spread_rows_fp8(x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool
 
 @spread_rows_fp8.register_fake
 def _(x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool) -> tuple[Tensor, Tensor]:
-    return _empty_rows(x_ND, num_rows, blockwise)
+    return empty_rows(x_ND, num_rows, x_ND.shape[1], blockwise)
 
 
 def _launch_rows(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tensor, Tensor]:
     (R, D), x_RD = x_RD.shape, x_RD.contiguous()
-    elements_RD, scale = _empty_rows(x_RD, R, blockwise)
+    elements_RD, scale = empty_rows(x_RD, R, D, blockwise)
     if x_RD.numel():
         _quantize_rows_kernel[(R,)](
             x_RD, num_rows, elements_RD, scale, D, R, BLOCKS=blocks_of_row(D), BLOCKWISE=blockwise, num_warps=_warps(D)
@@ -151,7 +151,7 @@ def quantize_rows(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tens
 
 @quantize_rows.register_fake
 def _(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tensor, Tensor]:
-    return _empty_rows(x_RD, len(x_RD), blockwise)
+    return empty_rows(x_RD, *x_RD.shape, blockwise)
 
 
 def _launch_columns(

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from kernels import quantize
+from kernels import quantize, swiglu_fp8
 
 TYPES = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
 
@@ -119,7 +119,56 @@ def tile_cases():
                 yield f"quantize_tiles {part} {E}x{N}x{K}, transposed {transposed}", different(a, b)
 
 
-CASES = (row_cases, column_cases, tile_cases)
+def dequantized(elements: Tensor, scale: Tensor) -> Tensor:
+    """Rows [R, D] of elements times their scales."""
+    wide = scale[:, None] if scale.ndim == 1 else scale.t().repeat_interleave(128, 1)
+    return elements.float() * wide
+
+
+def far(actual: Tensor, expected: Tensor, tolerance: float) -> float:
+    """Largest error relative to the largest number of each row, over the tolerance."""
+    if not actual.numel():
+        return 0.0
+    size = expected.float().abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    worst = ((actual.float() - expected.float()).abs() / size).max().item() / tolerance
+    return worst if worst == worst else float("inf")
+
+
+def swiglu_cases():
+    """Values one bf16 rounding apart may be one of E4M3 apart: 1 / 8 of the largest at most, and rarely."""
+    for R, F, num_rows, blockwise in (
+        (7, 128, 7, True),
+        (5, 384, 3, True),
+        (5, 48, 4, False),
+        (3, 144, 0, False),
+        (0, 128, 0, True),
+    ):
+        gate_up_R2F, grad_RF = torch.randn(R, 2, F).bfloat16(), torch.randn(R, F).bfloat16()
+        if R > 1:
+            gate_up_R2F[0, 1, 3], grad_RF[1] = 300, 0
+        weights_P, count = torch.rand(2 * R), torch.tensor([num_rows], dtype=torch.int32)
+        pair_R = torch.randperm(2 * R)[:R].int()
+        pair_R[num_rows:] = -1
+        gate_up_R2F[num_rows:], grad_RF[num_rows:] = torch.nan, torch.nan
+        case, filled = f"{R}x{F}, {num_rows} rows, blockwise {blockwise}", slice(0, num_rows)
+        arguments = gate_up_R2F, weights_P, pair_R, count
+        actual, expected = (
+            dequantized(*op(*arguments, blockwise))[filled] for op in (swiglu_fp8._launch_forward, swiglu_fp8.weighted_swiglu_fp8)
+        )
+        yield f"weighted_swiglu_fp8 {case}", far(actual, expected, 1 / 8)
+        yield f"weighted_swiglu_fp8 mostly {case}", (actual != expected).double().mean().item() / 0.02 if actual.numel() else 0.0
+        actual, expected = (
+            op(grad_RF, *arguments, blockwise) for op in (swiglu_fp8._launch_backward, swiglu_fp8.weighted_swiglu_fp8_backward)
+        )
+        for name, i in (("gate_up", 0), ("act", 4)):
+            yield f"weighted_swiglu_fp8_backward {name} {case}", far(actual[i][filled], expected[i][filled], 2.0**-7)
+        yield f"weighted_swiglu_fp8_backward weights {case}", far(actual[3], expected[3], 1e-5)
+        elements, scale = actual[1:3]
+        own = quantize.quantize_rows_reference(actual[0][filled].flatten(1), blockwise)
+        yield f"weighted_swiglu_fp8_backward quantised {case}", same_products((elements[filled], scale[..., filled]), own)
+
+
+CASES = (row_cases, column_cases, tile_cases, swiglu_cases)
 
 if __name__ == "__main__":
     torch.manual_seed(0)

@@ -1,0 +1,142 @@
+"""SwiGLU with the routing weight inside, as :mod:`kernels.swiglu`, whose results are quantised for the products that follow."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.quantize import blocks_of_row, empty_rows, quantize_rows_reference
+from kernels.quantize_kernels import factor_of, places, row_bits, store_scales
+from kernels.swiglu import weighted_swiglu_backward_reference, weighted_swiglu_reference
+
+
+@triton.jit
+def _forward_kernel(
+    gate_up_ptr, weight_ptr, pair_ptr, num_rows_ptr, act_ptr, scale_ptr, F, R,
+    BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(num_rows_ptr):
+        weight = tl.load(weight_ptr + tl.load(pair_ptr + row))
+        f_BC = places(BLOCKS)
+        dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
+        gate_BC = tl.load(gate_up_ptr + row * 2 * F + f_BC, mask=f_BC < F, other=0.0).to(tl.float32)
+        up_BC = tl.load(gate_up_ptr + row * 2 * F + F + f_BC, mask=f_BC < F, other=0.0).to(tl.float32)
+        act_BC = (gate_BC * tl.sigmoid(gate_BC) * up_BC * weight).to(dtype).to(tl.float32)
+        factor_B = factor_of(row_bits(act_BC, BLOCKWISE), not BLOCKWISE)
+        tl.store(act_ptr + row * F + f_BC, (act_BC * factor_B[:, None]).to(tl.float8e4nv), mask=f_BC < F)
+        store_scales(factor_B, scale_ptr + row, R, F // 128, True, BLOCKWISE)
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr, gate_up_ptr, weight_ptr, pair_ptr, num_rows_ptr,
+    grad_gate_up_ptr, elements_ptr, scale_ptr, grad_weight_ptr, act_ptr, F, R,
+    BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(num_rows_ptr):
+        pair = tl.load(pair_ptr + row)
+        weight = tl.load(weight_ptr + pair)
+        f_BC = places(BLOCKS)
+        dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
+        mask_BC, gate_at, up_at = f_BC < F, row * 2 * F + f_BC, row * 2 * F + F + f_BC
+        gate_BC = tl.load(gate_up_ptr + gate_at, mask=mask_BC, other=0.0).to(tl.float32)
+        up_BC = tl.load(gate_up_ptr + up_at, mask=mask_BC, other=0.0).to(tl.float32)
+        grad_BC = tl.load(grad_ptr + row * F + f_BC, mask=mask_BC, other=0.0).to(tl.float32)
+        sig_BC = tl.sigmoid(gate_BC)
+        silu_BC = gate_BC * sig_BC
+        tl.store(grad_weight_ptr + pair, tl.sum(grad_BC * silu_BC * up_BC))
+        tl.store(act_ptr + row * F + f_BC, (silu_BC * up_BC * weight).to(dtype), mask=mask_BC)
+        grad_gate_BC = (grad_BC * weight * up_BC * (sig_BC + silu_BC * (1 - sig_BC))).to(dtype)
+        grad_up_BC = (grad_BC * weight * silu_BC).to(dtype)
+        tl.store(grad_gate_up_ptr + gate_at, grad_gate_BC, mask=mask_BC)
+        tl.store(grad_gate_up_ptr + up_at, grad_up_BC, mask=mask_BC)
+        # Both gradients are one operand.
+        bits_gate_B = row_bits(grad_gate_BC.to(tl.float32), BLOCKWISE)
+        bits_up_B = row_bits(grad_up_BC.to(tl.float32), BLOCKWISE)
+        if not BLOCKWISE:
+            bits_gate_B = tl.maximum(bits_gate_B, bits_up_B)
+            bits_up_B = bits_gate_B
+        factor_gate_B, factor_up_B = factor_of(bits_gate_B, not BLOCKWISE), factor_of(bits_up_B, not BLOCKWISE)
+        tl.store(elements_ptr + gate_at, (grad_gate_BC.to(tl.float32) * factor_gate_B[:, None]).to(tl.float8e4nv), mask=mask_BC)
+        tl.store(elements_ptr + up_at, (grad_up_BC.to(tl.float32) * factor_up_B[:, None]).to(tl.float8e4nv), mask=mask_BC)
+        store_scales(factor_gate_B, scale_ptr + row, R, F // 128, True, BLOCKWISE)
+        if BLOCKWISE:
+            store_scales(factor_up_B, scale_ptr + F // 128 * R + row, R, F // 128, True, BLOCKWISE)
+
+
+def _warps(F: int) -> int:
+    return 2 if F <= 1024 else 4
+
+
+def _launch_forward(
+    gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, blockwise: bool
+) -> tuple[Tensor, Tensor]:
+    R, _, F = gate_up_R2F.shape
+    act_RF, scale = empty_rows(gate_up_R2F, R, F, blockwise)
+    if R:
+        _forward_kernel[(R,)](
+            gate_up_R2F, weights_P, pair_R, num_rows, act_RF, scale, F, R,
+            BLOCKS=blocks_of_row(F), BLOCKWISE=blockwise, num_warps=_warps(F),
+        )  # fmt: skip
+    return act_RF, scale
+
+
+def _launch_backward(
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, blockwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (R, _, F), grad_RF = gate_up_R2F.shape, grad_RF.contiguous()
+    grad_gate_up_R2F, act_RF, grad_weights_P = map(torch.empty_like, (gate_up_R2F, grad_RF, weights_P))
+    elements, scale = empty_rows(gate_up_R2F, R, 2 * F, blockwise)
+    grad_weights_P.zero_()
+    if R:
+        _backward_kernel[(R,)](
+            grad_RF, gate_up_R2F, weights_P, pair_R, num_rows, grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF, F, R,
+            BLOCKS=blocks_of_row(F), BLOCKWISE=blockwise, num_warps=_warps(F),
+        )  # fmt: skip
+    return grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF
+
+
+@torch.library.custom_op("moe_titan::weighted_swiglu_fp8", mutates_args=())
+def weighted_swiglu_fp8(
+    gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, blockwise: bool
+) -> tuple[Tensor, Tensor]:
+    """:func:`kernels.swiglu.weighted_swiglu`, rounded to the dtype of its input (bf16 or fp32) and quantised.
+
+    Returns:
+        Elements [R, F] and scales as of :func:`kernels.quantize.quantize_rows`.
+    """
+    if gate_up_R2F.is_cuda:
+        return _launch_forward(gate_up_R2F, weights_P, pair_R, num_rows, blockwise)
+    return quantize_rows_reference(weighted_swiglu_reference(gate_up_R2F, weights_P, pair_R, num_rows), blockwise)
+
+
+@weighted_swiglu_fp8.register_fake
+def _(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tensor, Tensor]:
+    return empty_rows(gate_up_R2F, len(gate_up_R2F), gate_up_R2F.shape[2], blockwise)
+
+
+@torch.library.custom_op("moe_titan::weighted_swiglu_fp8_backward", mutates_args=())
+def weighted_swiglu_fp8_backward(
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, blockwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`kernels.swiglu.weighted_swiglu_backward` with the gradient of the pre-activations quantised beside.
+
+    Returns:
+        grad_gate_up [R, 2, F]; its elements [R, 2 F] and scales as of :func:`kernels.quantize.quantize_rows`; grad_weights [P];
+        activation [R, F].
+    """
+    arguments = grad_RF, gate_up_R2F, weights_P, pair_R, num_rows
+    if gate_up_R2F.is_cuda:
+        return _launch_backward(*arguments, blockwise)
+    grad_gate_up_R2F, grad_weights_P, act_RF = weighted_swiglu_backward_reference(*arguments)
+    return grad_gate_up_R2F, *quantize_rows_reference(grad_gate_up_R2F.flatten(1), blockwise), grad_weights_P, act_RF
+
+
+@weighted_swiglu_fp8_backward.register_fake
+def _(
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, blockwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    quantized = empty_rows(gate_up_R2F, len(gate_up_R2F), 2 * gate_up_R2F.shape[2], blockwise)
+    return torch.empty_like(gate_up_R2F), *quantized, torch.empty_like(weights_P), torch.empty_like(grad_RF)
