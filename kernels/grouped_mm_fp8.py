@@ -1,0 +1,165 @@
+"""Grouped matrix products of FP8 operands, as :mod:`kernels.grouped_mm` of bf16: ragged groups, offsets on the device.
+
+Operands are those of :mod:`kernels.quantize`. Where a scale belongs to all that is summed over, ``torch._scaled_grouped_mm``
+multiplies; scales of 128 numbers each take kernels of our own, which add up the products of such blocks in fp32.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.grouped_mm import Tile, _programs
+from kernels.grouped_mm_fp8_kernels import (
+    _grouped_mm_blockwise_kernel,
+    _grouped_mm_rowwise_kernel,
+    _weight_grad_blockwise_kernel,
+)
+from kernels.quantize import BLOCK
+
+_ROWWISE_TILE = Tile(128, 256, 128, 8, 4)
+_BLOCKWISE_TILE = Tile(128, 256, 128, 8, 4)
+_WEIGHT_GRAD_TILE = Tile(128, 128, 128, 8, 4)
+
+
+def grouped_mm_fp8_reference(
+    a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, blockwise: bool
+) -> Tensor:
+    a_RK, b_ENK = a_RK.float(), b_ENK.float()
+    if blockwise:
+        a_RK = a_RK * a_scale.t().repeat_interleave(BLOCK, 1)
+        b_ENK = b_ENK * b_scale.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    else:
+        a_RK, b_ENK = a_RK * a_scale[:, None], b_ENK * b_scale[:, :, None]
+    out_RN = a_RK.new_zeros(len(a_RK), b_ENK.shape[1], dtype=torch.bfloat16)
+    start = 0
+    for b_NK, end in zip(b_ENK, offsets_E.tolist(), strict=True):
+        out_RN[start:end] = a_RK[start:end] @ b_NK.t()
+        start = end
+    return out_RN
+
+
+def grouped_mm_fp8_weight_grad_reference(
+    grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, blockwise: bool
+) -> Tensor:
+    out_ENK = a_KW.new_empty(len(ends_E), len(grad_NW), len(a_KW), dtype=torch.bfloat16)
+    start = 0
+    for e, end in enumerate(ends_E.tolist()):
+        grad, a = (
+            x[:, start:end].float()
+            * (scale[start // BLOCK : end // BLOCK].t().repeat_interleave(BLOCK, 1) if blockwise else scale[e][:, None])
+            for x, scale in ((grad_NW, grad_scale), (a_KW, a_scale))
+        )
+        out_ENK[e] = grad @ a.t()
+        start = end
+    return out_ENK
+
+
+def _launch_grouped_mm(
+    a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, blockwise: bool, tile: Tile, programs: int
+) -> Tensor:
+    (R, K), (E, N, _) = a_RK.shape, b_ENK.shape
+    out_RN = a_RK.new_empty(R, N, dtype=torch.bfloat16)
+    kernel = _grouped_mm_blockwise_kernel if blockwise else _grouped_mm_rowwise_kernel
+    kernel[(programs,)](
+        TensorDescriptor.from_tensor(a_RK, [tile.m, tile.k]),
+        TensorDescriptor.from_tensor(b_ENK, [1, tile.k if blockwise else tile.n, tile.k]),
+        TensorDescriptor.from_tensor(out_RN, [tile.m, min(tile.n, 64)]),
+        a_scale, b_scale, out_RN, offsets_E, E, K, N, R,
+        E_P=triton.next_power_of_2(E), BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out_RN
+
+
+@torch.library.custom_op("moe_titan::tiled_grouped_mm_fp8", mutates_args=())
+def tiled_grouped_mm_fp8(
+    a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, blockwise: bool, tile: list[int]
+) -> Tensor:
+    """:func:`grouped_mm_fp8` as a Triton kernel with the given :class:`kernels.grouped_mm.Tile`, blockwise of a depth of 128."""
+    operands = a_RK, a_scale, b_ENK, b_scale, offsets_E, blockwise
+    if not a_RK.is_cuda:
+        return grouped_mm_fp8_reference(*operands)
+    return _launch_grouped_mm(*operands, Tile(*tile), _programs(a_RK, Tile(*tile)))
+
+
+@tiled_grouped_mm_fp8.register_fake
+def _(
+    a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, blockwise: bool, tile: list[int]
+) -> Tensor:
+    return a_RK.new_empty(len(a_RK), b_ENK.shape[1], dtype=torch.bfloat16)
+
+
+def _launch_weight_grad(
+    grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, tile: Tile, programs: int
+) -> Tensor:
+    N, K, E = len(grad_NW), len(a_KW), len(ends_E)
+    out_ENK = a_KW.new_empty(E, N, K, dtype=torch.bfloat16)
+    _weight_grad_blockwise_kernel[(programs,)](
+        TensorDescriptor.from_tensor(grad_NW, [tile.m, tile.k]),
+        TensorDescriptor.from_tensor(a_KW, [tile.n, tile.k]),
+        TensorDescriptor.from_tensor(out_ENK, [1, tile.m, tile.n // 2]),
+        grad_scale, a_scale, ends_E, E, N, K,
+        E_P=triton.next_power_of_2(E), BLOCK_N=tile.m, BLOCK_K=tile.n, BLOCK_R=tile.k,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out_ENK
+
+
+@torch.library.custom_op("moe_titan::tiled_grouped_mm_fp8_weight_grad", mutates_args=())
+def tiled_grouped_mm_fp8_weight_grad(
+    grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, tile: list[int]
+) -> Tensor:
+    """:func:`grouped_mm_fp8_weight_grad`, blockwise, as a Triton kernel with the given tile, of a depth of 128."""
+    operands = grad_NW, grad_scale, a_KW, a_scale, ends_E
+    if not a_KW.is_cuda:
+        return grouped_mm_fp8_weight_grad_reference(*operands, True)
+    return _launch_weight_grad(*operands, Tile(*tile), _programs(a_KW, Tile(*tile)))
+
+
+@tiled_grouped_mm_fp8_weight_grad.register_fake
+def _(grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, tile: list[int]) -> Tensor:
+    return a_KW.new_empty(len(ends_E), len(grad_NW), len(a_KW), dtype=torch.bfloat16)
+
+
+def grouped_mm_fp8(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, blockwise: bool) -> Tensor:
+    """``out[r] = a[r] @ b[e]^T`` for every row r of group e.
+
+    Args:
+        a_RK: [R, K] E4M3 with scales [R], blockwise [K / 128, R].
+        b_ENK: [E, N, K] E4M3 with scales [E, N], blockwise [E, N / 128, K / 128]. K and N are multiples of 16, blockwise of 128.
+        offsets_E: [E] int32, the end of each group.
+    Returns:
+        [R, N] bf16; rows past the last group are unspecified.
+    """
+    if not len(a_RK):
+        return a_RK.new_empty(0, b_ENK.shape[1], dtype=torch.bfloat16)
+    operands = a_RK, a_scale, b_ENK, b_scale, offsets_E
+    if not a_RK.is_cuda:
+        return grouped_mm_fp8_reference(*operands, blockwise)
+    if blockwise:
+        return tiled_grouped_mm_fp8(*operands, blockwise, list(_BLOCKWISE_TILE))
+    # Sums over a dimension of the model are short enough for the tensor cores' own, which keep 14 bits.
+    return torch._scaled_grouped_mm(
+        a_RK, b_ENK.transpose(1, 2), a_scale, b_scale, offs=offsets_E, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def grouped_mm_fp8_weight_grad(
+    grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, blockwise: bool
+) -> Tensor:
+    """``out[e] = grad[:, columns of e] @ a[:, columns of e]^T``, [E, N, K] bf16.
+
+    Args:
+        grad_NW: [N, W] E4M3 with scales [E, N], blockwise [W / 128, N], as of :func:`kernels.quantize.quantize_columns`.
+        a_KW: [K, W], the same of the other operand.
+        ends_E: [E] int32, the end of each group in W.
+    """
+    operands = grad_NW, grad_scale, a_KW, a_scale, ends_E
+    if not a_KW.is_cuda:
+        return grouped_mm_fp8_weight_grad_reference(*operands, blockwise)
+    if blockwise:
+        return tiled_grouped_mm_fp8_weight_grad(*operands, list(_WEIGHT_GRAD_TILE))
+    return torch._scaled_grouped_mm(
+        grad_NW, a_KW.t(), grad_scale.flatten(), a_scale.flatten(), offs=ends_E, out_dtype=torch.bfloat16, use_fast_accum=False
+    )

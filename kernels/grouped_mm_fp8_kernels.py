@@ -1,0 +1,130 @@
+"""The Triton kernels of :mod:`kernels.grouped_mm_fp8`. Tiles and steps are one loop, as in the kernels for bf16."""
+
+import triton
+import triton.language as tl
+
+from kernels.grouped_mm_kernels import _halves, _place_of_tile, _row_tiles, _store_rows
+
+
+@triton.jit
+def _store_columns(out_desc, out_ptr, total_MN, row, end, n, N):
+    """Stores a tile 64 columns at a time, which leaves most of shared memory to the loads."""
+    if total_MN.shape[1] > 64:
+        left_MN, right_MN = _halves(total_MN)
+        _store_columns(out_desc, out_ptr, left_MN, row, end, n, N)
+        _store_columns(out_desc, out_ptr, right_MN, row, end, n + total_MN.shape[1] // 2, N)
+    else:
+        _store_rows(out_desc, out_ptr, total_MN.to(out_ptr.dtype.element_ty), row, end, n, N)
+
+
+@triton.jit
+def _grouped_mm_rowwise_kernel(
+    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, out_ptr, offsets_ptr, E, K, N, R,
+    E_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out[r] = a[r] @ b[e]^T for the rows r of group e; a row of a and one of b have a scale each."""
+    last_E, first_row_E, tiles_M = _row_tiles(offsets_ptr, E, E_P, BLOCK_M)
+    tiles_N, steps = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
+    tile = tl.program_id(0) - tl.num_programs(0)
+    mine = tl.cdiv(tiles_M * tiles_N - tl.program_id(0), tl.num_programs(0))
+    step, e, row, n, end = -1, 0, 0, 0, 0
+    total_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for _ in range(0, mine * steps):
+        step = tl.where(step == steps - 1, 0, step + 1)
+        if step == 0:
+            tile += tl.num_programs(0)
+            n = tile % tiles_N * BLOCK_N
+            e, row, end = _place_of_tile(tile // tiles_N, last_E, first_row_E, offsets_ptr, BLOCK_M)
+        a_MK = a_desc.load([row, step * BLOCK_K])
+        b_NK = b_desc.load([e, n, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
+        total_MN = tl.dot(a_MK, tl.trans(b_NK), total_MN)
+        if step == steps - 1:
+            row_M, n_N = row + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
+            a_scale_M = tl.load(a_scale_ptr + row_M, mask=row_M < end, other=0.0)
+            b_scale_N = tl.load(b_scale_ptr + e * N + n_N, mask=n_N < N, other=0.0)
+            _store_columns(out_desc, out_ptr, total_MN * a_scale_M[:, None] * b_scale_N[None, :], row, end, n, N)
+            total_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+
+
+@triton.jit
+def _grouped_mm_blockwise_kernel(
+    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, out_ptr, offsets_ptr, E, K, N, R,
+    E_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The same with a scale for BLOCK_K numbers of a row of a and for BLOCK_K x BLOCK_K of b.
+
+    The product of a step is scaled, then added up in fp32. With a tile of two blocks of columns each has its own accumulator:
+    both products of a step would not fit the registers beside them, and one is added up while the tensor cores do the other.
+    """
+    last_E, first_row_E, tiles_M = _row_tiles(offsets_ptr, E, E_P, BLOCK_M)
+    tiles_N, steps = tl.cdiv(N, BLOCK_N), K // BLOCK_K
+    tile = tl.program_id(0) - tl.num_programs(0)
+    mine = tl.cdiv(tiles_M * tiles_N - tl.program_id(0), tl.num_programs(0))
+    step, e, row, n, end = -1, 0, 0, 0, 0
+    left_MN = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    right_MN = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    for _ in range(0, mine * steps):
+        step = tl.where(step == steps - 1, 0, step + 1)
+        if step == 0:
+            tile += tl.num_programs(0)
+            n = tile % tiles_N * BLOCK_N
+            e, row, end = _place_of_tile(tile // tiles_N, last_E, first_row_E, offsets_ptr, BLOCK_M)
+        a_MK = a_desc.load([row, step * BLOCK_K])
+        row_M = row + tl.arange(0, BLOCK_M)
+        a_scale_M = tl.load(a_scale_ptr + step.to(tl.int64) * R + row_M, mask=row_M < end, other=0.0)
+        b_at = b_scale_ptr + (e * (N // BLOCK_K) + n // BLOCK_K) * steps + step
+        left_NK = b_desc.load([e, n, step * BLOCK_K]).reshape(BLOCK_K, BLOCK_K)
+        left_MN += tl.dot(a_MK, tl.trans(left_NK)) * (a_scale_M * tl.load(b_at))[:, None]
+        if BLOCK_N > BLOCK_K:
+            right_NK = b_desc.load([e, n + BLOCK_K, step * BLOCK_K]).reshape(BLOCK_K, BLOCK_K)
+            right_scale = tl.load(b_at + steps, mask=n + BLOCK_K < N, other=0.0)
+            right_MN += tl.dot(a_MK, tl.trans(right_NK)) * (a_scale_M * right_scale)[:, None]
+        if step == steps - 1:
+            _store_columns(out_desc, out_ptr, left_MN, row, end, n, N)
+            left_MN = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+            if BLOCK_N > BLOCK_K:
+                _store_columns(out_desc, out_ptr, right_MN, row, end, n + BLOCK_K, N)
+                right_MN = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+
+
+@triton.jit
+def _weight_grad_blockwise_kernel(
+    grad_desc, a_desc, out_desc, grad_scale_ptr, a_scale_ptr, ends_ptr, E, N, K,
+    E_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """out[e] = grad[:, columns of e] @ a[:, columns of e]^T, [N, K]; BLOCK_R numbers of a row of either have a scale.
+
+    Groups end at multiples of BLOCK_R and are not empty.
+    """
+    e_E = tl.arange(0, E_P)
+    begin_E = tl.load(ends_ptr + e_E - 1, mask=(e_E > 0) & (e_E < E), other=0)
+    steps_E = (tl.load(ends_ptr + e_E, mask=e_E < E, other=0) - begin_E) // BLOCK_R
+    tiles_K = tl.cdiv(K, BLOCK_K)
+    tiles = tl.cdiv(N, BLOCK_N) * tiles_K
+    # Every group has as many tiles as any other: a program's share of each is a difference of two quotients.
+    before_E = tl.cdiv(tl.maximum(e_E * tiles - tl.program_id(0), 0), tl.num_programs(0))
+    upto_E = tl.cdiv(tl.maximum(e_E * tiles + tiles - tl.program_id(0), 0), tl.num_programs(0))
+    mine = tl.sum(tl.where(e_E < E, (upto_E - before_E) * steps_E, 0))
+
+    tile = tl.program_id(0) - tl.num_programs(0)
+    step, steps, e, first, n, k = -1, 0, 0, 0, 0, 0
+    total_NK = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for _ in range(0, mine):
+        step = tl.where(step == steps - 1, 0, step + 1)
+        if step == 0:
+            tile += tl.num_programs(0)
+            e, n, k = tile // tiles, tile % tiles // tiles_K * BLOCK_N, tile % tiles_K * BLOCK_K
+            first = tl.load(ends_ptr + e - 1, mask=e > 0, other=0) // BLOCK_R
+            steps = tl.load(ends_ptr + e) // BLOCK_R - first
+        block = first + step
+        grad_NR, a_KR = grad_desc.load([n, block * BLOCK_R]), a_desc.load([k, block * BLOCK_R])
+        n_N, k_K = n + tl.arange(0, BLOCK_N), k + tl.arange(0, BLOCK_K)
+        grad_scale_N = tl.load(grad_scale_ptr + block.to(tl.int64) * N + n_N, mask=n_N < N, other=0.0)
+        a_scale_K = tl.load(a_scale_ptr + block.to(tl.int64) * K + k_K, mask=k_K < K, other=0.0)
+        total_NK += tl.dot(grad_NR, tl.trans(a_KR)) * grad_scale_N[:, None] * a_scale_K[None, :]
+        if step == steps - 1:
+            dtype: tl.constexpr = out_desc.dtype
+            left_NK, right_NK = _halves(total_NK)
+            out_desc.store([e, n, k], left_NK.to(dtype).reshape(1, BLOCK_N, BLOCK_K // 2))
+            out_desc.store([e, n, k + BLOCK_K // 2], right_NK.to(dtype).reshape(1, BLOCK_N, BLOCK_K // 2))
+            total_NK = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
