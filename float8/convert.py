@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from float8.emulation import EmulatedLinear
-from float8.experts import emulated_products
+from float8.experts import EmulatedProducts, Float8Products
 from float8.recipes import RECIPES
 from kernels.expert_mlp import Products
 
@@ -118,7 +118,9 @@ def _untiled(module: nn.Module, recipe: str, expert_tensor_parallel_degree: int)
 
 def _convert_module(model: nn.Module, name: str, module: nn.Module, recipe: str, options: Float8Options) -> None:
     if not isinstance(module, nn.Linear):
-        module.products = emulated_products(RECIPES[recipe], options.expert_weight_grad_bf16)
+        wide_grad = options.expert_weight_grad_bf16
+        emulated = EmulatedProducts(RECIPES[recipe], wide_grad)
+        module.products = emulated if options.emulate else Float8Products(recipe == "blockwise", wide_grad)
         return
     linear = EmulatedLinear(module, RECIPES[recipe]) if options.emulate else _torchao_linear(module, recipe)
     parent, _, leaf = name.rpartition(".")

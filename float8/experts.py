@@ -1,43 +1,98 @@
-"""The experts' grouped products in emulated low precision."""
+"""The experts' grouped products in low precision: by kernels, and emulated."""
 
 from collections.abc import Iterator
-from functools import partial
 
 from torch import Tensor
 
 from float8 import emulation
 from float8.recipes import Recipe
-from kernels.expert_mlp import HIGH_PRECISION, Products
+from kernels.expert_mlp import HIGH_PRECISION, Operand, Products
+from kernels.grouped_mm_fp8 import grouped_mm_fp8, grouped_mm_fp8_weight_grad
+from kernels.quantize import quantize_columns, quantize_rows, quantize_weights, spread_rows_fp8
+from kernels.swiglu_fp8 import weighted_swiglu_fp8, weighted_swiglu_fp8_backward
 
 
-def emulated_products(recipe: Recipe, high_precision_weight_grad: bool = False) -> Products:
-    """Grouped products that quantise every expert's rows and weight on their own, as an operand of that expert's product.
+class Float8Products(Products):
+    """Products of the recipes "rowwise" and "blockwise" in FP8, for tokens and weights in bf16.
+
+    An operand is its elements and its scales; what is given in bf16 is quantised first. A weight is quantised where it is used,
+    in the direction of that use, and not kept.
+    """
+
+    def __init__(self, blockwise: bool, high_precision_weight_grad: bool):
+        self.blockwise = blockwise
+        self.high_precision_weight_grad = high_precision_weight_grad
+
+    def rows(self, x_ND: Tensor, row_NK: Tensor, num_rows: int) -> Operand:
+        return spread_rows_fp8(x_ND, row_NK, num_rows, self.blockwise)
+
+    def swiglu(self, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> Operand:
+        return weighted_swiglu_fp8(gate_up_R2F, weights_P, pair_R, num_rows, self.blockwise)
+
+    def swiglu_backward(
+        self, grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
+    ) -> tuple[Operand, Tensor, Tensor, Tensor]:
+        grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF = weighted_swiglu_fp8_backward(
+            grad_RF, gate_up_R2F, weights_P, pair_R, num_rows, self.blockwise
+        )
+        return (elements, scale), grad_gate_up_R2F.flatten(1, 2), grad_weights_P, act_RF
+
+    def output(self, x_RK: Operand, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
+        return self._product(x_RK, w_ENK, offsets_E, transposed=False)
+
+    def input_grad(self, grad_RN: Operand, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
+        return self._product(grad_RN, w_ENK, offsets_E, transposed=True)
+
+    def _product(self, x: Operand, w_ENK: Tensor, offsets_E: Tensor, transposed: bool) -> Tensor:
+        if isinstance(x, Tensor):
+            x = quantize_rows(x, offsets_E[-1:], self.blockwise)
+        return grouped_mm_fp8(*x, *quantize_weights(w_ENK, self.blockwise, transposed), offsets_E, self.blockwise)
+
+    def weight_grad(self, grad_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
+        if self.high_precision_weight_grad:
+            return HIGH_PRECISION.weight_grad(grad_RN, x_RK, offsets_E)
+        return self._weight_grad(grad_RN, offsets_E, quantize_columns(x_RK, offsets_E, self.blockwise))
+
+    def weight_grad_of_tokens(self, grad_RN: Tensor, x_ND: Tensor, pair_R: Tensor, row_NK: Tensor, offsets_E: Tensor) -> Tensor:
+        if self.high_precision_weight_grad:
+            return HIGH_PRECISION.weight_grad_of_tokens(grad_RN, x_ND, pair_R, row_NK, offsets_E)
+        columns = quantize_columns(x_ND, offsets_E, self.blockwise, pair_R, row_NK.shape[1])
+        return self._weight_grad(grad_RN, offsets_E, columns)
+
+    def _weight_grad(self, grad_RN: Tensor, offsets_E: Tensor, x_columns: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        grad_NW, grad_scale, _ = quantize_columns(grad_RN, offsets_E, self.blockwise)
+        return grouped_mm_fp8_weight_grad(grad_NW, grad_scale, *x_columns, self.blockwise)
+
+
+class EmulatedProducts(Products):
+    """Products that quantise every expert's rows and weight on their own, as an operand of that expert's product, on any machine.
 
     Waits for the offsets on the host. Rows past the last offset are never read and come out as zeros.
     """
-    weight_grad = HIGH_PRECISION.weight_grad if high_precision_weight_grad else partial(_weight_grad, recipe)
-    return Products(partial(_output, recipe), partial(_input_grad, recipe), weight_grad)
 
+    def __init__(self, recipe: Recipe, high_precision_weight_grad: bool = False):
+        self.recipe = recipe
+        self.high_precision_weight_grad = high_precision_weight_grad
 
-def _output(recipe: Recipe, x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
-    out_RN = x_RK.new_zeros(len(x_RK), w_ENK.shape[1])
-    for expert, rows in _groups(offsets_E):
-        out_RN[rows] = emulation.output(recipe, x_RK[rows], w_ENK[expert])
-    return out_RN
+    def output(self, x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
+        out_RN = x_RK.new_zeros(len(x_RK), w_ENK.shape[1])
+        for expert, rows in _groups(offsets_E):
+            out_RN[rows] = emulation.output(self.recipe, x_RK[rows], w_ENK[expert])
+        return out_RN
 
+    def input_grad(self, grad_RN: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
+        grad_RK = grad_RN.new_zeros(len(grad_RN), w_ENK.shape[2])
+        for expert, rows in _groups(offsets_E):
+            grad_RK[rows] = emulation.input_grad(self.recipe, grad_RN[rows], w_ENK[expert])
+        return grad_RK
 
-def _input_grad(recipe: Recipe, grad_RN: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
-    grad_RK = grad_RN.new_zeros(len(grad_RN), w_ENK.shape[2])
-    for expert, rows in _groups(offsets_E):
-        grad_RK[rows] = emulation.input_grad(recipe, grad_RN[rows], w_ENK[expert])
-    return grad_RK
-
-
-def _weight_grad(recipe: Recipe, grad_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
-    grad_ENK = x_RK.new_zeros(len(offsets_E), grad_RN.shape[1], x_RK.shape[1])
-    for expert, rows in _groups(offsets_E):
-        grad_ENK[expert] = emulation.weight_grad(recipe, grad_RN[rows], x_RK[rows])
-    return grad_ENK
+    def weight_grad(self, grad_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
+        if self.high_precision_weight_grad:
+            return HIGH_PRECISION.weight_grad(grad_RN, x_RK, offsets_E)
+        grad_ENK = x_RK.new_zeros(len(offsets_E), grad_RN.shape[1], x_RK.shape[1])
+        for expert, rows in _groups(offsets_E):
+            grad_ENK[expert] = emulation.weight_grad(self.recipe, grad_RN[rows], x_RK[rows])
+        return grad_ENK
 
 
 def _groups(offsets_E: Tensor) -> Iterator[tuple[int, slice]]:

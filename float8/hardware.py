@@ -9,8 +9,11 @@ CAPABILITY: dict[str, tuple[int, int]] = {
 }
 """Compute capability from which on tensor cores multiply a recipe's operands (9.0: Hopper, 10.0: Blackwell)."""
 
-KERNELS: dict[str, tuple[str, ...]] = {"linears": ("tensorwise", "rowwise"), "experts": ()}
+KERNELS: dict[str, tuple[str, ...]] = {"linears": ("tensorwise", "rowwise"), "experts": ("rowwise", "blockwise")}
 """Recipes that there are kernels for; all others need emulation."""
+
+HOPPER_ONLY = ("experts",)
+"""Parts whose kernels are for compute capability 9.0 alone."""
 
 TILE = 16
 """What the number of tokens must be a multiple of for the kernels of linear layers, which sum over it in the weight gradient."""
@@ -18,6 +21,8 @@ TILE = 16
 
 def runnable(part: str, capability: tuple[int, int] | None) -> list[str]:
     """Recipes that run without emulation for "linears" or "experts" on a GPU of the given capability, None for no GPU."""
+    if part in HOPPER_ONLY and capability != (9, 0):
+        return []
     return [recipe for recipe in KERNELS[part] if supports(recipe, capability)]
 
 

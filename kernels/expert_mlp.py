@@ -1,7 +1,7 @@
 """The experts' SwiGLU feed-forward over grouped rows as one differentiable function."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,24 +10,50 @@ from kernels.grouped_mm import grouped_mm, grouped_mm_weight_grad
 from kernels.permute import gather_sum, spread_rows
 from kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
+Operand = Any
 
-class Products(NamedTuple):
-    """The three grouped products of a weight w_ENK, of which low-precision recipes have their own.
 
-    ``output(x_RK, w_ENK, offsets_E)``: ``x @ w[e]^T`` [R, N]; ``input_grad(grad_RN, w_ENK, offsets_E)``: ``grad @ w[e]`` [R, K];
-    ``weight_grad(grad_RN, x_RK, offsets_E)``: ``grad^T @ x`` over the rows of e [E, N, K], zero for an empty group.
+class Products:
+    """The three grouped products of a weight w_ENK and what makes their operands, of which low-precision recipes have their own.
+
+    An operand is a tensor, or what a recipe's own methods return in place of one.
     """
 
-    output: Callable[[Tensor, Tensor, Tensor], Tensor]
-    input_grad: Callable[[Tensor, Tensor, Tensor], Tensor]
-    weight_grad: Callable[[Tensor, Tensor, Tensor], Tensor]
+    def rows(self, x_ND: Tensor, row_NK: Tensor, num_rows: int) -> Operand:
+        """Tokens spread to their rows, for :meth:`output`."""
+        return spread_rows(x_ND, row_NK, num_rows)
+
+    def swiglu(self, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> Operand:
+        """Activation [R, F], for :meth:`output`."""
+        return weighted_swiglu(gate_up_R2F, weights_P, pair_R, num_rows)
+
+    def swiglu_backward(
+        self, grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
+    ) -> tuple[Operand, Tensor, Tensor, Tensor]:
+        """Gradient of the pre-activations [R, 2 F] for :meth:`input_grad` and again for the weight gradient, gradient of the
+        routing weights [P], activation [R, F]."""
+        grad_gate_up_R2F, grad_weights_P, act_RF = weighted_swiglu_backward(grad_RF, gate_up_R2F, weights_P, pair_R, num_rows)
+        grad_gate_up = grad_gate_up_R2F.flatten(1, 2)
+        return grad_gate_up, grad_gate_up, grad_weights_P, act_RF
+
+    def output(self, x_RK: Operand, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
+        """``x @ w[e]^T`` [R, N]."""
+        return grouped_mm(x_RK, w_ENK.transpose(1, 2), offsets_E)
+
+    def input_grad(self, grad_RN: Operand, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
+        """``grad @ w[e]`` [R, K]."""
+        return grouped_mm(grad_RN, w_ENK, offsets_E)
+
+    def weight_grad(self, grad_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
+        """``grad^T @ x`` over the rows of e [E, N, K], zero for an empty group."""
+        return grouped_mm_weight_grad(grad_RN, x_RK, offsets_E)
+
+    def weight_grad_of_tokens(self, grad_RN: Tensor, x_ND: Tensor, pair_R: Tensor, row_NK: Tensor, offsets_E: Tensor) -> Tensor:
+        """The same of rows that are tokens."""
+        return self.weight_grad(grad_RN, spread_rows(x_ND, row_NK, len(pair_R)), offsets_E)
 
 
-def _output(x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
-    return grouped_mm(x_RK, w_ENK.transpose(1, 2), offsets_E)
-
-
-HIGH_PRECISION = Products(_output, grouped_mm, grouped_mm_weight_grad)
+HIGH_PRECISION = Products()
 
 
 def expert_mlp_reference(
@@ -46,7 +72,7 @@ def expert_mlp_reference(
     return torch.cat(outputs)
 
 
-def _up(rows_RD: Tensor, w13_E2FD: Tensor, offsets_E: Tensor, products: Products) -> Tensor:
+def _up(rows_RD: Operand, w13_E2FD: Tensor, offsets_E: Tensor, products: Products) -> Tensor:
     """Gate and up pre-activations [R, 2, F] of the rows, in one product."""
     return products.output(rows_RD, w13_E2FD.flatten(1, 2), offsets_E).view(-1, *w13_E2FD.shape[1:3])
 
@@ -55,8 +81,8 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products, put_off):
         ctx.products, ctx.put_off = products, put_off
-        gate_up_R2F = _up(spread_rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
-        act_RF = weighted_swiglu(gate_up_R2F, weights_P, pair_R, offsets_E[-1:])
+        gate_up_R2F = _up(products.rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
+        act_RF = products.swiglu(gate_up_R2F, weights_P, pair_R, offsets_E[-1:])
         kept_R2F = None if recompute else gate_up_R2F
         ctx.save_for_backward(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept_R2F)
         return products.output(act_RF, w2_EDF, offsets_E)
@@ -66,21 +92,21 @@ class _ExpertMLP(torch.autograd.Function):
         x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, gate_up_R2F = ctx.saved_tensors
         products, grad_RD = ctx.products, grad_RD.contiguous()
         if gate_up_R2F is None:
-            gate_up_R2F = _up(spread_rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
+            gate_up_R2F = _up(products.rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
         # Here is a step's peak of memory: what has been used must not wait for the end.
-        grad_gate_up_R2F, grad_weights_P, act_RF = weighted_swiglu_backward(
-            products.input_grad(grad_RD, w2_EDF, offsets_E), gate_up_R2F, weights_P, pair_R, offsets_E[-1:]
+        grad_act_RF = products.input_grad(grad_RD, w2_EDF, offsets_E)
+        grad_operand, grad_gate_up, grad_weights_P, act_RF = products.swiglu_backward(
+            grad_act_RF, gate_up_R2F, weights_P, pair_R, offsets_E[-1:]
         )
-        del gate_up_R2F
+        del grad_act_RF, gate_up_R2F
         grad_w2_EDF = products.weight_grad(grad_RD, act_RF, offsets_E)
         del act_RF
-        grad_gate_up = grad_gate_up_R2F.flatten(1, 2)
-        grad_x_ND = gather_sum(products.input_grad(grad_gate_up, w13_E2FD.flatten(1, 2), offsets_E), row_NK)
+        grad_x_ND = gather_sum(products.input_grad(grad_operand, w13_E2FD.flatten(1, 2), offsets_E), row_NK)
+        del grad_operand
 
         def grad_w13() -> Tensor:
             # Copied as late as possible, so that the rows live for one product only.
-            rows_RD = spread_rows(x_ND, row_NK, len(pair_R))
-            return products.weight_grad(grad_gate_up, rows_RD, offsets_E).view_as(w13_E2FD)
+            return products.weight_grad_of_tokens(grad_gate_up, x_ND, pair_R, row_NK, offsets_E).view_as(w13_E2FD)
 
         if ctx.put_off is None:
             grad_w13_E2FD = grad_w13()

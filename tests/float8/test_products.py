@@ -9,7 +9,7 @@ from torch import Tensor
 
 from float8 import emulation
 from float8.emulation import EmulatedLinear
-from float8.experts import emulated_products
+from float8.experts import EmulatedProducts
 from float8.recipes import RECIPES, Recipe, rotate_rows
 from kernels.expert_mlp import expert_mlp
 
@@ -154,7 +154,7 @@ def expected_mlp(x_ND, w13, w2, weights_P, pair_R, offsets, recipe: str, quantiz
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_experts(recipe, quantize_weight_grad, recompute) -> None:
     inputs, (pair_R, row_NK, offsets) = expert_inputs()
-    products = emulated_products(nearest(recipe), not quantize_weight_grad)
+    products = EmulatedProducts(nearest(recipe), not quantize_weight_grad)
     actual_inputs = [x.clone().requires_grad_() for x in inputs]
     actual = expert_mlp(*actual_inputs, pair_R, row_NK, offsets, recompute, products)[: offsets[-1]]
     grad = torch.randn_like(actual)
@@ -170,7 +170,7 @@ def test_experts(recipe, quantize_weight_grad, recompute) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rows_of_no_expert_do_not_leak(recipe) -> None:
-    products, offsets = emulated_products(RECIPES[recipe]), torch.tensor([7, 7, 23], dtype=torch.int32)
+    products, offsets = EmulatedProducts(RECIPES[recipe]), torch.tensor([7, 7, 23], dtype=torch.int32)
     rows, grad, w = torch.randn(30, 32), torch.randn(30, 48), torch.randn(3, 48, 32)
     results = []
     for filler in (0.0, 1e4, float("nan")):

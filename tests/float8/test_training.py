@@ -96,15 +96,22 @@ W2 = "layers.0.moe.experts.w2"
 
 
 @pytest.mark.parametrize(
-    ("recipe", "layout", "recompute"), [("tensorwise", Layout(dp_shard=2, ep=2), "none"), ("tensorwise", ONE, "selective")]
+    ("options", "layout", "recompute"),
+    [
+        (Float8Options("tensorwise"), Layout(dp_shard=2, ep=2), "none"),
+        (Float8Options("tensorwise"), ONE, "selective"),
+        (Float8Options(expert_recipe="rowwise"), Layout(tp=2, etp=2), "none"),
+        (Float8Options(expert_recipe="blockwise", expert_weight_grad_bf16=True), Layout(dp_shard=2, ep=2), "selective"),
+    ],
+    ids=str,
 )
-def test_kernels_and_emulation_agree(pool, recipe, layout, recompute) -> None:
-    """torch has the linear layers' product on the CPU too."""
+def test_kernels_and_emulation_agree(pool, options, layout, recompute) -> None:
+    """torch has the linear layers' product on the CPU too, where the experts' are their references."""
+    model = qwen3(128 if options.expert_recipe == "blockwise" else 32)
     parallel = {"param_dtype": torch.bfloat16, "recompute": recompute}
-    kernels = replace(CLIPPED, float8=Float8Options(recipe))
+    kernels = replace(CLIPPED, float8=options)
     [actual, expected] = [
-        pool.run(layout.world, _train, qwen3(32), layout, options, parallel)[0]
-        for options in (kernels, with_float8(kernels.float8))
+        pool.run(layout.world, _train, model, layout, options, parallel)[0] for options in (kernels, with_float8(kernels.float8))
     ]
     assert_same_run(actual, expected, 1e-2)
 

@@ -46,7 +46,8 @@ def test_hardware_is_named_with_what_runs_there(gpu) -> None:
         problem = refusal(f"recipe={recipe}", f"expert_recipe={recipe}")
         device = "NVIDIA H200 (compute capability 9.0) cannot multiply it"
         assert f'float8.recipe = "{recipe}": {device}; {choices}' in problem
-        assert f'float8.expert_recipe = "{recipe}": {device}; set float8.emulate = true' in problem
+        expert_choices = 'use one of "rowwise", "blockwise", which run there, or set float8.emulate = true'
+        assert f'float8.expert_recipe = "{recipe}": {device}; {expert_choices}' in problem
     assert f"has no kernels for linears yet; {choices}" in refusal("recipe=blockwise")
 
 
@@ -55,6 +56,13 @@ def test_what_has_kernels_runs(gpu, name) -> None:
     gpu(name)
     for recipe in ("tensorwise", "rowwise"):
         assert load_config([*MOE, f"--float8.recipe={recipe}"], 1).float8.recipe == recipe
+
+
+def test_experts_have_kernels_on_hopper(gpu) -> None:
+    for recipe in ("rowwise", "blockwise"):
+        gpu("NVIDIA H200")
+        assert load_config([*MOE, f"--float8.expert_recipe={recipe}"], 1).float8.expert_recipe == recipe
+        gpu("NVIDIA B200")
         assert "has no kernels for experts yet; set float8.emulate = true" in refusal(f"expert_recipe={recipe}")
 
 

@@ -1,0 +1,116 @@
+"""The experts' FP8 products beside the emulated ones, in bf16; on the CPU the references of their kernels compute them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from float8.experts import EmulatedProducts, Float8Products
+from float8.recipes import RECIPES
+from kernels.expert_mlp import expert_mlp
+from kernels.quantize import quantize_columns, quantize_rows_reference, quantize_tiles_reference
+
+SIZES = [1, 0, 7, 127, 129, 16]
+SPARE = 5
+RECIPE = pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def products(recipe: str, wide_grad: bool = False) -> tuple[Float8Products, EmulatedProducts]:
+    return Float8Products(recipe == "blockwise", wide_grad), EmulatedProducts(RECIPES[recipe], wide_grad)
+
+
+def numbers(*shape: int) -> Tensor:
+    """Rows of all sizes, one of zeros, one with a huge outlier."""
+    x = torch.randn(shape) * 10.0 ** torch.randint(-6, 6, (shape[0], *[1] * (len(shape) - 1)))
+    x[0], x[-1].view(-1)[3] = 0, 1e30
+    return x.bfloat16()
+
+
+@RECIPE
+def test_operands_are_those_of_the_recipe(recipe) -> None:
+    """Bit for bit."""
+    blockwise, quantizers = recipe == "blockwise", RECIPES[recipe]
+    x_RK = numbers(130, 384)
+    expected = quantizers.input.quantize(x_RK, 1)
+    elements, scale = quantize_rows_reference(x_RK, blockwise)
+    assert same(elements, expected.elements) and torch.equal(scale.view(-1, 130).t(), expected.scale)
+    expected = quantizers.grad.quantize(x_RK, 0)
+    elements, scale, ends = quantize_columns(x_RK, torch.tensor([130], dtype=torch.int32), blockwise)
+    used = 2 if blockwise else 1
+    assert ends.tolist() == [256] and same(elements[:, :130], expected.elements.t())
+    assert torch.equal(scale[:used], expected.scale) and not elements[:, 130:256].float().any()
+    if blockwise:
+        w_NK = numbers(256, 384)
+        expected = quantizers.weight.quantize(w_NK, 1)
+        elements, scale = quantize_tiles_reference(w_NK[None], False)
+        assert same(elements[0], expected.elements) and torch.equal(scale[0], expected.scale)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.float(), b.float())
+
+
+def inputs(D: int, F: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens of two choices with an outlier, weights of which the last expert's are zero; and the indices of their rows."""
+    E, R = len(SIZES), sum(SIZES)
+    N = R // 2 + 3
+    x_ND = torch.randn(N, D)
+    x_ND[5, 3] = 1e4
+    w13, w2 = torch.randn(E, 2, F, D) / 8, torch.randn(E, D, F) / 8
+    w13[-1], w2[-1] = 0, 0
+    pair_R = torch.cat((torch.randperm(2 * N)[:R], torch.full((SPARE,), -1))).int()
+    row_NK = torch.full((2 * N,), -1, dtype=torch.int32)
+    row_NK[pair_R[:R].long()] = torch.arange(R, dtype=torch.int32)
+    values = [x_ND.bfloat16(), w13.bfloat16(), w2.bfloat16(), torch.rand(2 * N)]
+    return values, [pair_R, row_NK.view(N, 2), torch.tensor(SIZES).cumsum(0).int()]
+
+
+@pytest.mark.parametrize(("wide_grad", "recompute"), [(False, True), (True, False)])
+@RECIPE
+def test_experts_equal_emulated_ones(recipe, wide_grad, recompute) -> None:
+    values, index = inputs(256, 128)
+    grad_RD = torch.randn(sum(SIZES) + SPARE, 256).bfloat16()
+    grad_RD[sum(SIZES) :] = 1e4
+    results = []
+    for kind in products(recipe, wide_grad):
+        leaves = [x.clone().requires_grad_() for x in values]
+        out_RD = expert_mlp(*leaves, *index, recompute, kind)
+        out_RD.backward(grad_RD)
+        results.append([out_RD[: sum(SIZES)], *(leaf.grad for leaf in leaves)])
+    for actual, expected in zip(*results, strict=True):
+        # Sums in another order round to bf16 otherwise, and that, rarely, to E4M3.
+        assert error(actual, expected) < 2e-3
+    assert not results[0][2][1].any() and not results[0][3][1].any()  # An expert without tokens
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@RECIPE
+def test_rows_of_no_expert_do_not_leak(recipe) -> None:
+    kind, offsets = products(recipe)[0], torch.tensor([7, 7, 23], dtype=torch.int32)
+    rows, grad, w = torch.randn(30, 128).bfloat16(), torch.randn(30, 256).bfloat16(), torch.randn(3, 256, 128).bfloat16()
+    results = []
+    for filler in (0.0, 1e4, float("nan")):
+        rows[23:], grad[23:] = filler, filler
+        computed = kind.output(rows, w, offsets)[:23], kind.input_grad(grad, w, offsets)[:23]
+        results.append((*computed, kind.weight_grad(grad, rows, offsets)))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@RECIPE
+def test_nothing_to_compute(recipe) -> None:
+    """No token reached this rank, and nothing was allocated for any."""
+    w13, w2 = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((2, 2, 128, 256), (2, 256, 128)))
+    x_ND, weights_P = torch.randn(0, 256).bfloat16().requires_grad_(), torch.rand(0, requires_grad=True)
+    index = torch.empty(0, dtype=torch.int32)
+    out = expert_mlp(x_ND, w13, w2, weights_P, index, index.view(0, 1), torch.zeros(2).int(), False, products(recipe)[0])
+    out.sum().backward()
+    assert out.shape == (0, 256) and not w13.grad.any() and not w2.grad.any()
