@@ -19,7 +19,7 @@ from kernels.quantize import BLOCK
 
 _ROWWISE_TILE = Tile(128, 256, 128, 8, 4)
 _BLOCKWISE_TILE = Tile(128, 256, 128, 8, 4)
-_WEIGHT_GRAD_TILE = Tile(128, 128, 128, 8, 4)
+_WEIGHT_GRAD_TILE = Tile(256, 128, 128, 8, 4)
 
 
 def grouped_mm_fp8_reference(
@@ -96,9 +96,9 @@ def _launch_weight_grad(
     N, K, E = len(grad_NW), len(a_KW), len(ends_E)
     out_ENK = a_KW.new_empty(E, N, K, dtype=torch.bfloat16)
     _weight_grad_blockwise_kernel[(programs,)](
-        TensorDescriptor.from_tensor(grad_NW, [tile.m, tile.k]),
+        TensorDescriptor.from_tensor(grad_NW, [min(tile.m, 128), tile.k]),
         TensorDescriptor.from_tensor(a_KW, [tile.n, tile.k]),
-        TensorDescriptor.from_tensor(out_ENK, [1, tile.m, tile.n // 2]),
+        TensorDescriptor.from_tensor(out_ENK, [1, min(tile.m, 128), tile.n // 2]),
         grad_scale, a_scale, ends_E, E, N, K,
         E_P=triton.next_power_of_2(E), BLOCK_N=tile.m, BLOCK_K=tile.n, BLOCK_R=tile.k,
         num_warps=tile.warps, num_stages=tile.stages,

@@ -17,7 +17,7 @@ def _store_columns(out_desc, out_ptr, total_MN, row, end, n, N):
         _store_rows(out_desc, out_ptr, total_MN.to(out_ptr.dtype.element_ty), row, end, n, N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _grouped_mm_rowwise_kernel(
     a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, out_ptr, offsets_ptr, E, K, N, R,
     E_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -46,7 +46,7 @@ def _grouped_mm_rowwise_kernel(
             total_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _grouped_mm_blockwise_kernel(
     a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, out_ptr, offsets_ptr, E, K, N, R,
     E_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -88,13 +88,23 @@ def _grouped_mm_blockwise_kernel(
 
 
 @triton.jit
+def _store_expert(out_desc, total_NK, e, n, k):
+    dtype: tl.constexpr = out_desc.dtype
+    HALF: tl.constexpr = total_NK.shape[1] // 2
+    left_NK, right_NK = _halves(total_NK)
+    out_desc.store([e, n, k], left_NK.to(dtype).reshape(1, total_NK.shape[0], HALF))
+    out_desc.store([e, n, k + HALF], right_NK.to(dtype).reshape(1, total_NK.shape[0], HALF))
+
+
+@triton.jit
 def _weight_grad_blockwise_kernel(
     grad_desc, a_desc, out_desc, grad_scale_ptr, a_scale_ptr, ends_ptr, E, N, K,
     E_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out[e] = grad[:, columns of e] @ a[:, columns of e]^T, [N, K]; BLOCK_R numbers of a row of either have a scale.
 
-    Groups end at multiples of BLOCK_R and are not empty.
+    Groups end at multiples of BLOCK_R and are not empty. A tile of more than 128 rows is two, as above, which share the scales of
+    a, of which a thread keeps many.
     """
     e_E = tl.arange(0, E_P)
     begin_E = tl.load(ends_ptr + e_E - 1, mask=(e_E > 0) & (e_E < E), other=0)
@@ -106,9 +116,11 @@ def _weight_grad_blockwise_kernel(
     upto_E = tl.cdiv(tl.maximum(e_E * tiles + tiles - tl.program_id(0), 0), tl.num_programs(0))
     mine = tl.sum(tl.where(e_E < E, (upto_E - before_E) * steps_E, 0))
 
+    HALF: tl.constexpr = BLOCK_N if BLOCK_N < 128 else 128
     tile = tl.program_id(0) - tl.num_programs(0)
     step, steps, e, first, n, k = -1, 0, 0, 0, 0, 0
-    total_NK = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    upper_NK = tl.zeros([HALF, BLOCK_K], tl.float32)
+    lower_NK = tl.zeros([HALF, BLOCK_K], tl.float32)
     for _ in range(0, mine):
         step = tl.where(step == steps - 1, 0, step + 1)
         if step == 0:
@@ -117,14 +129,20 @@ def _weight_grad_blockwise_kernel(
             first = tl.load(ends_ptr + e - 1, mask=e > 0, other=0) // BLOCK_R
             steps = tl.load(ends_ptr + e) // BLOCK_R - first
         block = first + step
-        grad_NR, a_KR = grad_desc.load([n, block * BLOCK_R]), a_desc.load([k, block * BLOCK_R])
-        n_N, k_K = n + tl.arange(0, BLOCK_N), k + tl.arange(0, BLOCK_K)
-        grad_scale_N = tl.load(grad_scale_ptr + block.to(tl.int64) * N + n_N, mask=n_N < N, other=0.0)
+        a_RK = tl.trans(a_desc.load([k, block * BLOCK_R]))
+        upper_NR = grad_desc.load([n, block * BLOCK_R])
+        n_N, k_K = n + tl.arange(0, HALF), k + tl.arange(0, BLOCK_K)
+        grad_at_N = grad_scale_ptr + block.to(tl.int64) * N + n_N
         a_scale_K = tl.load(a_scale_ptr + block.to(tl.int64) * K + k_K, mask=k_K < K, other=0.0)
-        total_NK += tl.dot(grad_NR, tl.trans(a_KR)) * grad_scale_N[:, None] * a_scale_K[None, :]
+        upper_scale_N = tl.load(grad_at_N, mask=n_N < N, other=0.0)
+        upper_NK += tl.dot(upper_NR, a_RK) * upper_scale_N[:, None] * a_scale_K[None, :]
+        if BLOCK_N > HALF:
+            lower_NR = grad_desc.load([n + HALF, block * BLOCK_R])
+            lower_scale_N = tl.load(grad_at_N + HALF, mask=n_N + HALF < N, other=0.0)
+            lower_NK += tl.dot(lower_NR, a_RK) * lower_scale_N[:, None] * a_scale_K[None, :]
         if step == steps - 1:
-            dtype: tl.constexpr = out_desc.dtype
-            left_NK, right_NK = _halves(total_NK)
-            out_desc.store([e, n, k], left_NK.to(dtype).reshape(1, BLOCK_N, BLOCK_K // 2))
-            out_desc.store([e, n, k + BLOCK_K // 2], right_NK.to(dtype).reshape(1, BLOCK_N, BLOCK_K // 2))
-            total_NK = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+            _store_expert(out_desc, upper_NK, e, n, k)
+            upper_NK = tl.zeros([HALF, BLOCK_K], tl.float32)
+            if BLOCK_N > HALF:
+                _store_expert(out_desc, lower_NK, e, n + HALF, k)
+                lower_NK = tl.zeros([HALF, BLOCK_K], tl.float32)

@@ -159,7 +159,7 @@ def _launch_columns(
 ) -> tuple[Tensor, Tensor, Tensor]:
     E, C, x = len(offsets_E), x.shape[1], x.contiguous()
     elements_CW, scale, ends_E = _empty_columns(x, len(x) if pair_R is None else len(pair_R), E, blockwise)
-    _quantize_columns_kernel[(triton.cdiv(C, 64), E)](
+    _quantize_columns_kernel[(triton.cdiv(C, 64), E, 4 if blockwise else 1)](
         x, pair_R, offsets_E, elements_CW, scale, ends_E, C, E, elements_CW.shape[1],
         CHOICES=0 if pair_R is None else choices, E_P=triton.next_power_of_2(E), BLOCK_C=64, BLOCKWISE=blockwise, num_warps=4,
     )  # fmt: skip

@@ -47,7 +47,7 @@ def store_scales(factor_B, scale_ptr, stride_b, blocks, wanted, BLOCKWISE: tl.co
     tl.store(scale_ptr + b_B * stride_b, tl.div_rn(1.0, factor_B), mask=(b_B < count) & wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _spread_rows_kernel(
     x_ptr, row_ptr, out_ptr, scale_ptr, D, stride_t, num_rows,
     K: tl.constexpr, BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr,
@@ -63,7 +63,7 @@ def _spread_rows_kernel(
         store_scales(factor_B, scale_ptr + row, num_rows, D // 128, row >= 0, BLOCKWISE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _quantize_rows_kernel(
     x_ptr, num_rows_ptr, out_ptr, scale_ptr, D, R, BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr
 ):  # fmt: skip
@@ -90,7 +90,10 @@ def _quantize_columns_kernel(
     x_ptr, pair_ptr, offsets_ptr, out_ptr, scale_ptr, ends_ptr, C, E, W,
     CHOICES: tl.constexpr, E_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCKWISE: tl.constexpr,
 ):  # fmt: skip
-    """A program quantises some columns of a group, 128 rows after the other, and turns them into rows of the result."""
+    """A program quantises some columns of a group, 128 rows after the other, and turns them into rows of the result.
+
+    Blockwise several programs share the rows.
+    """
     e, c_C, r_R = tl.program_id(1), tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, 128)
     e_E = tl.arange(0, E_P)
     start_E = tl.load(offsets_ptr + e_E - 1, mask=(e_E > 0) & (e_E < E), other=0)
@@ -98,7 +101,7 @@ def _quantize_columns_kernel(
     first = tl.sum(tl.where(e_E < e, blocks_E, 0))
     begin, end = tl.sum(tl.where(e_E == e, start_E, 0)), tl.load(offsets_ptr + e)
     blocks = tl.maximum(tl.cdiv(end - begin, 128), 1)
-    if tl.program_id(0) == 0:
+    if tl.program_id(0) + tl.program_id(2) == 0:
         tl.store(ends_ptr + e, (first + blocks) * 128)
     bits_C = tl.zeros([BLOCK_C], tl.int32)
     if not BLOCKWISE:
@@ -106,7 +109,7 @@ def _quantize_columns_kernel(
             x_RC = _load_rows(x_ptr, pair_ptr, begin + block * 128 + r_R, end, c_C, C, CHOICES)
             bits_C = tl.maximum(bits_C, largest_bits(x_RC, 0))
         tl.store(scale_ptr + e * C + c_C, tl.div_rn(1.0, factor_of(bits_C, True)), mask=c_C < C)
-    for block in range(blocks):
+    for block in range(tl.program_id(2), blocks, tl.num_programs(2)):
         x_RC = _load_rows(x_ptr, pair_ptr, begin + block * 128 + r_R, end, c_C, C, CHOICES)
         if BLOCKWISE:
             bits_C = largest_bits(x_RC, 0)

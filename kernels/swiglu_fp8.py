@@ -10,7 +10,7 @@ from kernels.quantize_kernels import factor_of, places, row_bits, store_scales
 from kernels.swiglu import weighted_swiglu_backward_reference, weighted_swiglu_reference
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _forward_kernel(
     gate_up_ptr, weight_ptr, pair_ptr, num_rows_ptr, act_ptr, scale_ptr, F, R,
     BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr,
@@ -28,7 +28,7 @@ def _forward_kernel(
         store_scales(factor_B, scale_ptr + row, R, F // 128, True, BLOCKWISE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _backward_kernel(
     grad_ptr, gate_up_ptr, weight_ptr, pair_ptr, num_rows_ptr,
     grad_gate_up_ptr, elements_ptr, scale_ptr, grad_weight_ptr, act_ptr, F, R,

@@ -206,7 +206,7 @@ def grouped_mm_cases():
 def weight_grad_cases():
     for groups in GROUPS:
         R, ends = sum(groups), torch.tensor(groups).cumsum(0, dtype=torch.int32)
-        for N, K, n, k, programs in ((48, 80, 32, 64, 3), (128, 160, 128, 128, 1), (144, 16, 64, 32, 7)):
+        for N, K, n, k, programs in ((48, 80, 32, 64, 3), (400, 160, 256, 128, 2), (144, 16, 256, 32, 7)):
             grad, x = torch.randn(R + 5, N) * 1e-4, torch.randn(R + 5, K)
             grad[R:], x[R:] = 1e4, torch.nan
             grad[:, 3] = 0
