@@ -1,4 +1,5 @@
-"""Tests that need a GPU, some of them two: where torch finds fewer, they are not collected."""
+"""Tests that need a GPU, some of them two: where torch finds fewer, or no
+Hopper for its FP8, they are not collected."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,6 +7,8 @@ import pytest
 import torch
 
 collect_ignore_glob = {0: ["test_*.py"], 1: ["test_nvlink_gpu.py"]}.get(torch.cuda.device_count(), [])
+if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+    collect_ignore_glob.append("test_fp8_gpu.py")
 
 # NaN as one fp32 and as two bf16 numbers, and as an index far out of range.
 _POISON = 0x7FC07FC0

@@ -1,0 +1,138 @@
+"""FP8 on Hopper: every kernel against its reference in poisoned memory, and the experts against the emulated recipe."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.moe_layer import relative_error
+from float8.experts import EmulatedProducts, Float8Products
+from float8.recipes import RECIPES
+from kernels import grouped_mm_fp8, quantize, swiglu_fp8
+from kernels.expert_mlp import expert_mlp
+
+GROUPS = [1, 0, 7, 127, 129, 16, 0, 300, 513]
+RECIPE = pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+# Tensor cores keep 14 bits of a sum with a scale a row; the result is rounded to bf16.
+PRODUCT = 4e-3
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def numbers(R: int, D: int) -> Tensor:
+    """Rows of all sizes: one of zeros, one with a huge outlier, one with NaN and one with infinity."""
+    x_RD = torch.randn(R, D, device="cuda") * 10.0 ** torch.randint(-8, 8, (R, 1), device="cuda")
+    x_RD[0], x_RD[1, 3], x_RD[2, 5], x_RD[3, 7] = 0, 1e30, torch.nan, torch.inf
+    return x_RD.bfloat16()
+
+
+def ends_of(groups: list[int]) -> Tensor:
+    return torch.tensor(groups, device="cuda").cumsum(0, dtype=torch.int32)
+
+
+def same(actual: Tensor, expected: Tensor) -> bool:
+    """Bit for bit; all NaN are the same."""
+    return torch.equal(actual.float().nan_to_num(9e9), expected.float().nan_to_num(9e9).to(actual.device))
+
+
+def cpu(*values):
+    return (value.cpu() if isinstance(value, Tensor) else value for value in values)
+
+
+@RECIPE
+@pytest.mark.parametrize("D", [384, 2048, 7168])
+def test_quantisers(poisoned, recipe, D) -> None:
+    blockwise, R = recipe == "blockwise", sum(GROUPS)
+    x_RD, ends = numbers(R + 5, D), ends_of(GROUPS)
+    row_NK = torch.randperm(2 * (R + 5), device="cuda").int().view(-1, 2)
+    for operator, arguments, used in (
+        (quantize.quantize_rows, (x_RD, ends[-1:], blockwise), R),
+        (quantize.spread_rows_fp8, (x_RD, row_NK, 2 * (R + 5), blockwise), 2 * (R + 5)),
+    ):
+        (elements, scale), (wanted, wanted_scale) = poisoned(operator, *arguments), operator(*cpu(*arguments))
+        assert same(elements[:used], wanted[:used]) and same(scale[..., :used], wanted_scale[..., :used])
+    pair_R = torch.randperm(2 * (R + 5), device="cuda")[:R].int()
+    for gathered in ((), (pair_R, 2)):
+        arguments = x_RD, ends, blockwise, *gathered
+        actual, wanted = poisoned(quantize.quantize_columns, *arguments), quantize.quantize_columns(*cpu(*arguments))
+        used = int(wanted[2][-1])
+        assert same(actual[0][:, :used], wanted[0][:, :used]) and same(actual[2], wanted[2])
+        blocks = used // 128 if blockwise else len(GROUPS)
+        assert same(actual[1][:blocks], wanted[1][:blocks])
+    w_ENK = numbers(3 * 256, D).view(3, 256, D)
+    for transposed in (False, True):
+        arguments = w_ENK, blockwise, transposed
+        assert all(map(same, poisoned(quantize.quantize_weights, *arguments), quantize.quantize_weights(*cpu(*arguments))))
+
+
+@RECIPE
+@pytest.mark.parametrize("width", [128, 768, 1408, 2048])
+def test_swiglu(poisoned, recipe, width) -> None:
+    R, blockwise = 333, recipe == "blockwise"
+    gate_up_R2F, grad_RF, weights_P = randn(R, 2, width), randn(R, width), torch.rand(2 * R, device="cuda")
+    pair_R, count = torch.randperm(2 * R, device="cuda")[:R].int(), torch.tensor([R - 4], device="cuda")
+    gate_up_R2F[R - 4 :], grad_RF[R - 4 :] = torch.nan, torch.nan
+    arguments, used = (gate_up_R2F, weights_P, pair_R, count, blockwise), slice(0, R - 4)
+    actual, wanted = poisoned(swiglu_fp8.weighted_swiglu_fp8, *arguments), swiglu_fp8.weighted_swiglu_fp8(*cpu(*arguments))
+    assert (actual[0][used].cpu().float() != wanted[0][used].float()).double().mean() < 5e-3
+    actual = poisoned(swiglu_fp8.weighted_swiglu_fp8_backward, grad_RF, *arguments)
+    wanted = swiglu_fp8.weighted_swiglu_fp8_backward(*cpu(grad_RF, *arguments))
+    for output, rows in ((0, R - 4), (3, 2 * R), (4, R - 4)):
+        assert relative_error(actual[output][:rows].cpu(), wanted[output][:rows]) < 2e-3
+    elements, scale = quantize.quantize_rows(actual[0].flatten(1), count, blockwise)
+    assert same(actual[1][used], elements[used]) and same(actual[2][..., used], scale[..., used])
+
+
+@RECIPE
+@pytest.mark.parametrize(("N", "K"), [(384, 256), (1408, 2048), (2048, 7168)])
+def test_products(poisoned, recipe, N, K) -> None:
+    blockwise, ends, R = recipe == "blockwise", ends_of(GROUPS), sum(GROUPS)
+    a_RK, grad_RN, w_ENK = randn(R + 5, K), randn(R + 5, N), randn(len(GROUPS), N, K)
+    a_RK[R:], grad_RN[R:] = 1e4, torch.nan
+    for x, transposed in ((a_RK, False), (grad_RN, True)):
+        operands = (
+            *quantize.quantize_rows(x, ends[-1:], blockwise),
+            *quantize.quantize_weights(w_ENK, blockwise, transposed),
+            ends,
+        )
+        expected = grouped_mm_fp8.grouped_mm_fp8_reference(*operands, blockwise)[:R]
+        assert relative_error(poisoned(grouped_mm_fp8.grouped_mm_fp8, *operands, blockwise)[:R], expected) < PRODUCT
+        if not blockwise:
+            tile = list(grouped_mm_fp8._ROWWISE_TILE)
+            actual = poisoned(grouped_mm_fp8.tiled_grouped_mm_fp8, *operands, False, tile)[:R]
+            assert relative_error(actual, expected) < PRODUCT
+    operands = *quantize.quantize_columns(grad_RN, ends, blockwise)[:2], *quantize.quantize_columns(a_RK, ends, blockwise)
+    expected = grouped_mm_fp8.grouped_mm_fp8_weight_grad_reference(*operands, blockwise)
+    actual = poisoned(grouped_mm_fp8.grouped_mm_fp8_weight_grad, *operands, blockwise)
+    assert relative_error(actual, expected) < PRODUCT and not actual[1].any()
+
+
+@RECIPE
+@pytest.mark.parametrize("wide_grad", [False, True])
+def test_experts_equal_emulated_ones(poisoned, recipe, wide_grad) -> None:
+    """Twice the same bits, without waiting for the device."""
+    D, F, E, R = 512, 384, len(GROUPS), sum(GROUPS)
+    N = R // 2 + 9
+    pair_R = torch.cat((torch.randperm(2 * N)[:R], torch.full((5,), -1))).int().cuda()
+    row_P = torch.full((2 * N,), -1, dtype=torch.int32, device="cuda")
+    row_P[pair_R[:R].long()] = torch.arange(R, dtype=torch.int32, device="cuda")
+    values = [randn(N, D), randn(E, 2, F, D) / 16, randn(E, D, F) / 16, torch.rand(2 * N, device="cuda")]
+    values[0][3, 3], grad_RD = 1e4, randn(R + 5, D)
+    grad_RD[R:] = torch.nan
+    index = pair_R, row_P.view(N, 2), ends_of(GROUPS)
+
+    def run(products) -> list[Tensor]:
+        leaves = [value.clone().requires_grad_() for value in values]
+        out_RD = expert_mlp(*leaves, *index, False, products)
+        out_RD.backward(grad_RD)
+        return [out_RD[:R].detach(), *(leaf.grad for leaf in leaves)]
+
+    expected, kernels = run(EmulatedProducts(RECIPES[recipe], wide_grad)), Float8Products(recipe == "blockwise", wide_grad)
+    first = poisoned(run, kernels)
+    torch.cuda.set_sync_debug_mode("error")
+    second = run(kernels)
+    torch.cuda.set_sync_debug_mode("default")
+    assert all(map(torch.equal, first, second))
+    for actual, wanted in zip(first, expected, strict=True):
+        assert relative_error(actual, wanted) < 1e-2
