@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import quantize, swiglu_fp8
+from kernels import grouped_mm_fp8, quantize, swiglu_fp8
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +24,7 @@ def errors() -> dict[str, float]:
 
 
 EXACT = ["quantize_rows", "spread_rows_fp8", "quantize_columns", "quantize_tiles"]
-ROUNDED = ["weighted_swiglu_fp8", "weighted_swiglu_fp8_backward"]
+ROUNDED = ["weighted_swiglu_fp8", "weighted_swiglu_fp8_backward", "grouped_mm_fp8", "grouped_mm_fp8_weight_grad"]
 
 
 @pytest.mark.parametrize("kernel", EXACT + ROUNDED)
@@ -35,6 +35,10 @@ def test_kernel_equals_reference(errors, kernel) -> None:
     assert not {case: error for case, error in of_kernel.items() if not error <= (kernel in ROUNDED)}
 
 
+# What is unspecified may differ from one call to the next: of the tests of an op all but that which compares its results.
+OPCHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
+
+
 def offsets(groups: list[int]) -> torch.Tensor:
     return torch.tensor(groups).cumsum(0, dtype=torch.int32)
 
@@ -43,16 +47,14 @@ def offsets(groups: list[int]) -> torch.Tensor:
 def test_quantisers_are_registered_correctly(blockwise) -> None:
     x, ends = torch.randn(6, 256).bfloat16(), offsets([2, 0, 3])
     check = torch.library.opcheck
-    # What is unspecified may differ from one call to the next: of the tests of an op all but those that compare its results.
-    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    check(quantize.quantize_rows, (x, torch.tensor([6]), blockwise), test_utils=tests)
-    check(quantize.spread_rows_fp8, (x, torch.arange(12).view(6, 2).flip(0), 12, blockwise), test_utils=tests)
-    check(quantize.quantize_columns, (x, ends, blockwise), test_utils=tests)
-    check(quantize.quantize_columns, (x, ends, blockwise, torch.arange(7), 2), test_utils=tests)
-    check(quantize.quantize_tiles, (torch.randn(2, 256, 128), blockwise), test_utils=tests)
+    check(quantize.quantize_rows, (x, torch.tensor([6]), blockwise), test_utils=OPCHECKS)
+    check(quantize.spread_rows_fp8, (x, torch.arange(12).view(6, 2).flip(0), 12, blockwise), test_utils=OPCHECKS)
+    check(quantize.quantize_columns, (x, ends, blockwise), test_utils=OPCHECKS)
+    check(quantize.quantize_columns, (x, ends, blockwise, torch.arange(7), 2), test_utils=OPCHECKS)
+    check(quantize.quantize_tiles, (torch.randn(2, 256, 128), blockwise), test_utils=OPCHECKS)
     arguments = torch.randn(5, 2, 128), torch.rand(8), torch.tensor([6, 0, 3, 7, -1], dtype=torch.int32), torch.tensor([4])
-    check(swiglu_fp8.weighted_swiglu_fp8, (*arguments, blockwise), test_utils=tests)
-    check(swiglu_fp8.weighted_swiglu_fp8_backward, (torch.randn(5, 128), *arguments, blockwise), test_utils=tests)
+    check(swiglu_fp8.weighted_swiglu_fp8, (*arguments, blockwise), test_utils=OPCHECKS)
+    check(swiglu_fp8.weighted_swiglu_fp8_backward, (torch.randn(5, 128), *arguments, blockwise), test_utils=OPCHECKS)
 
 
 @pytest.mark.parametrize(("blockwise", "N", "K"), [(False, 144, 80), (True, 256, 128)])
@@ -70,3 +72,39 @@ def test_quantized_weights(blockwise, N, K, transposed) -> None:
     assert scale.shape == ((3, *(n // 128 for n in wanted.shape[1:])) if blockwise else wanted.shape[:2])
     error = (elements.float() * wide - wanted).abs()
     assert (error <= wanted.abs() / 16 + wide / 1024).all() and error.any()
+
+
+@pytest.mark.parametrize("blockwise", [False, True])
+def test_products_are_those_of_the_operands(blockwise) -> None:
+    """Against fp64 products of elements times scales, and as PyTorch sees the ops."""
+    groups, N, K = [3, 0, 130, 1], 128, 256
+    ends, rows = offsets(groups), sum(groups)
+    expert_R = torch.repeat_interleave(torch.arange(4), torch.tensor(groups))
+    x_RK, grad_RN, w_ENK = torch.randn(rows + 2, K), torch.randn(rows + 2, N), torch.randn(4, N, K)
+    a, b = quantize.quantize_rows(x_RK, ends[-1:], blockwise), quantize.quantize_weights(w_ENK, blockwise, False)
+    out_RN = grouped_mm_fp8.grouped_mm_fp8(*a, *b, ends, blockwise)
+    if blockwise:
+        wide = a[1].t().repeat_interleave(128, 1), b[1].repeat_interleave(128, 1).repeat_interleave(128, 2)
+    else:
+        wide = a[1][:, None], b[1][:, :, None]
+    a_RK, b_ENK = (elements.double() * scale for (elements, _), scale in zip((a, b), wide, strict=True))
+    assert close(out_RN[:rows], torch.einsum("rk,rnk->rn", a_RK[:rows], b_ENK[expert_R]))
+    assert (
+        0.01 < ((out_RN[:rows] - torch.einsum("rk,rnk->rn", x_RK[:rows], w_ENK[expert_R])).norm() / out_RN[:rows].norm()) < 0.06
+    )
+
+    operands = *quantize.quantize_columns(grad_RN, ends, blockwise)[:2], *quantize.quantize_columns(x_RK, ends, blockwise)
+    grad_ENK = grouped_mm_fp8.grouped_mm_fp8_weight_grad(*operands, blockwise)
+    exact = torch.zeros(4, N, K).index_add(0, expert_R, grad_RN[:rows, :, None] * x_RK[:rows, None, :])
+    assert ((grad_ENK - exact).norm() / exact.norm()) < 0.06 and not grad_ENK[1].any()
+
+    tile = [128, 128, 128, 4, 2, 1]
+    # The first of the tests does arithmetic on arguments, which torch has none of for E4M3.
+    torch.library.opcheck(grouped_mm_fp8.tiled_grouped_mm_fp8, (*a, *b, ends, blockwise, tile), test_utils=OPCHECKS[1:])
+    if blockwise:
+        torch.library.opcheck(grouped_mm_fp8.tiled_grouped_mm_fp8_weight_grad, (*operands, tile), test_utils=OPCHECKS[1:])
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Up to a rounding to bf16."""
+    return ((actual - expected).norm() / expected.norm()).item() < 2**-8
