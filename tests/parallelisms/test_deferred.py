@@ -5,6 +5,7 @@ import tiny
 import torch
 from torch import Tensor, nn
 
+from kernels.expert_mlp import Products
 from moe_titan.layers.moe import MoE
 from parallelisms.deferred import Deferred
 from parallelisms.dispatch.base import Meanwhile
@@ -35,6 +36,15 @@ class Dispatcher(LocalDispatcher):
         return super().dispatch(_Travel.apply(x_TD, meanwhile if self.calls else None, self.log), routing)
 
 
+class LoggingProducts(Products):
+    def __init__(self, log: list[str]):
+        self.log = log
+
+    def weight_grad(self, grad_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
+        self.log.append("w2" if x_RK.shape[1] == 24 else "w13")
+        return super().weight_grad(grad_RN, x_RK, offsets_E)
+
+
 def layer_gradients(calls: bool, defers: bool) -> tuple[list[Tensor], list[str]]:
     torch.manual_seed(0)
     _, args = tiny.qwen3(num_experts=6)
@@ -42,13 +52,7 @@ def layer_gradients(calls: bool, defers: bool) -> tuple[list[Tensor], list[str]]
     with torch.no_grad():
         layer.init_weights(0.5, torch.device("cpu"))
     layer.dispatcher = dispatcher = Dispatcher(calls)
-    products = layer.experts.products
-
-    def weight_grad(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor) -> Tensor:
-        dispatcher.log.append("w2" if a_RK.shape[1] == 24 else "w13")
-        return products.weight_grad(grad_RN, a_RK, offsets_E)
-
-    layer.experts.products = products._replace(weight_grad=weight_grad)
+    layer.experts.products = LoggingProducts(dispatcher.log)
     if not defers:
         layer.experts.defer = lambda: None
     layer.router.register_full_backward_hook(lambda *_: dispatcher.log.append("router"))
