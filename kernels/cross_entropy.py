@@ -126,32 +126,38 @@ def _block(V: int) -> int:
 _SLICE = 1 << 29
 
 
-class _LinearCrossEntropySum(torch.autograd.Function):
+class _LinearCrossEntropySums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h_TD, weight_VD, labels_T, ignored: int, group: ProcessGroup | None, differentiate: bool) -> Tensor:
+    def forward(ctx, h_TD, weight_VD, labels_T, ignored: int, scales, group: ProcessGroup | None, differentiate: bool):
         wide = torch.promote_types(h_TD.dtype, torch.float32)
         first = 0 if group is None else group.rank() * len(weight_VD)
-        slices = max(-(-h_TD.shape[0] * len(weight_VD) // _SLICE), 1)
-        loss, grad_h_parts = h_TD.new_zeros((), dtype=wide), []
+        slices = max(-(-len(labels_T) // len(scales) * len(weight_VD) // _SLICE), 1)
+        losses, grad_h_parts = [], []
         # Several slices add up in fp32; a single one needs no sum.
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide if slices > 1 else None) if differentiate else None
-        for h_tD, labels_t in zip(h_TD.chunk(slices), labels_T.chunk(slices), strict=True):
-            logits_tV = h_tD @ weight_VD.t()
-            lse_t, target_t = _reduced(*partial_cross_entropy(logits_tV, labels_t, first), group)
-            trained_t = labels_t != ignored
-            loss += torch.where(trained_t, lse_t - target_t, 0).sum()
-            if differentiate:
-                cross_entropy_backward_(logits_tV, labels_t, lse_t, trained_t.to(wide), first)
-                grad_h_parts.append(logits_tV @ weight_VD)
-                _add_product(grad_weight_VD, logits_tV.t(), h_tD)
+        whole = slices * len(scales) == 1
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=None if whole else wide) if differentiate else None
+        for scale, part_TD, part_T in zip(scales, h_TD.chunk(len(scales)), labels_T.chunk(len(scales)), strict=True):
+            loss = h_TD.new_zeros((), dtype=wide)
+            for h_tD, labels_t in zip(part_TD.chunk(slices), part_T.chunk(slices), strict=True):
+                logits_tV = h_tD @ weight_VD.t()
+                lse_t, target_t = _reduced(*partial_cross_entropy(logits_tV, labels_t, first), group)
+                trained_t = labels_t != ignored
+                loss += torch.where(trained_t, lse_t - target_t, 0).sum()
+                if differentiate:
+                    cross_entropy_backward_(logits_tV, labels_t, lse_t, trained_t.to(wide) * scale, first)
+                    grad_h_parts.append(logits_tV @ weight_VD)
+                    _add_product(grad_weight_VD, logits_tV.t(), h_tD)
+            losses.append(loss)
         if differentiate:
             ctx.save_for_backward(torch.cat(grad_h_parts), grad_weight_VD.to(weight_VD.dtype))
-        return loss
+        sums_N = torch.stack(losses)
+        ctx.mark_non_differentiable(sums_N)
+        return sum(scale * loss for scale, loss in zip(scales, losses, strict=True)), sums_N
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad: Tensor, _):
         grad_h_TD, grad_weight_VD = ctx.saved_tensors
-        return grad_h_TD * grad, grad_weight_VD * grad, *[None] * 4
+        return grad_h_TD * grad, grad_weight_VD * grad, *[None] * 5
 
 
 def _add_product(sum_VD: Tensor, a_VT: Tensor, b_TD: Tensor) -> None:
@@ -184,4 +190,24 @@ def linear_cross_entropy_sum(
         labels_T: [T] int64 in the whole vocabulary, ``ignored`` where not trained.
         group: ranks among which the vocabulary is cut; each returns the whole sum. None: not cut.
     """
-    return _LinearCrossEntropySum.apply(h_TD, weight_VD, labels_T, ignored, group, torch.is_grad_enabled())
+    return linear_cross_entropy_sums(h_TD, weight_VD, labels_T, ignored, (1.0,), group)[0]
+
+
+def linear_cross_entropy_sums(
+    h_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    ignored: int,
+    scales: tuple[float, ...],
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`linear_cross_entropy_sum` over each of N equally long parts of the T tokens, one behind the other.
+
+    All parts share one gradient of the weight.
+
+    Args:
+        scales: what the sum of each of the N parts counts for.
+    Returns:
+        The scaled sums' sum, and, without gradient, the [N] sums themselves.
+    """
+    return _LinearCrossEntropySums.apply(h_TD, weight_VD, labels_T, ignored, scales, group, torch.is_grad_enabled())

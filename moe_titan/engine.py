@@ -11,11 +11,13 @@ from torchtitan.protocols.model import BaseModelArgs
 
 from float8.convert import Float8Options, convert
 from moe_titan.data import IGNORED, MicroBatch
+from moe_titan.further_tokens import further_on
 from moe_titan.initialization import initialize, record_initialization
 from moe_titan.layers.balance_loss import BalanceLoss
 from moe_titan.layers.expert_placement import ExpertPlacement
 from moe_titan.layers.load_balancer import LoadBalancer
 from moe_titan.layers.moe import MoE
+from moe_titan.layers.prediction import Further
 from moe_titan.models import attention_masks, build_model
 from moe_titan.optimizer import ShardedAdamW
 from moe_titan.step_result import Numbers, StepResult
@@ -40,6 +42,8 @@ class TrainOptions:
     implementation: str = "fused"
     sequence_balance_coeff: float = 0.0
     batch_balance_coeff: float = 0.0
+    mtp_layers: int = 0
+    mtp_loss_scale: float = 0.3
     eos_id: int = 0
     float8: Float8Options = Float8Options()
 
@@ -64,7 +68,7 @@ class Engine:
         parallel: ParallelOptions,
     ):
         self.args, self.mesh, self.device, self.options, self.parallel = args, mesh, device, options, parallel
-        self.model = build_model(name, args)
+        self.model = build_model(name, args, options.mtp_layers)
         self.conversion = convert(self.model, options.float8, mesh.layout.etp)
         self.model.output.group = mesh.group("tp")
         programs = record_initialization(self.model, device)
@@ -130,55 +134,72 @@ class Engine:
         self.model.train()
         self.optimizer.expect(len(micro_batches))
         denominator = self.count_trained(micro_batches).clamp(min=1)
-        loss, balance = self._train_on(micro_batches, denominator)
+        losses_N, balance = self._train_on(micro_batches, denominator)
         if self.mesh.data_group is not None:
-            dist.all_reduce(loss, group=self.mesh.data_group)
+            dist.all_reduce(losses_N, group=self.mesh.data_group)
         exceeded = self.capacity.take_exceeded()
         if exceeded is not None:
             self.optimizer.halted |= exceeded
         update = self.optimizer.step(lr, self.options.max_norm)
         load = self.balancer.step(self.optimizer.halted)
-        return Numbers(update, loss, denominator, load, self._total(balance), exceeded)
+        loss, mtp_loss = losses_N[0], losses_N[1:].mean() if self.options.mtp_layers else None
+        return Numbers(update, loss, denominator, load, self._total(balance), exceeded, mtp_loss)
 
     def _train_on(self, micro_batches: Sequence[MicroBatch], denominator: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Gradients and counts of these micro-batches and of no others. Returns the loss, and the balance loss of each batch."""
+        """Gradients and counts of these micro-batches and of no others.
+
+        Returns the losses of the next token and of those further on, and the balance loss of each batch.
+        """
         self.balancer.forget()
         for parameter in self.model.parameters():
             parameter.grad = None
-        loss = torch.zeros((), device=self.device, dtype=torch.float32)
+        losses_N = torch.zeros(1 + self.options.mtp_layers, device=self.device, dtype=torch.float32)
         balance: list[Tensor] = []
         for batch in micro_batches:
-            batch_loss, tape = self._forward_backward(batch, denominator)
-            loss += batch_loss
+            batch_losses_N, tape = self._forward_backward(batch, denominator)
+            losses_N += batch_losses_N
             self.balancer.add(tape)
             if (balance_loss := tape.balance_loss()) is not None:
                 balance.append(balance_loss)
-        return loss, balance
+        return losses_N, balance
 
     def _evaluate_on(self, micro_batches: Sequence[MicroBatch], denominator: Tensor) -> Tensor:
         loss = torch.zeros((), device=self.device, dtype=torch.float32)
         for batch in micro_batches:
             batch = self._on_device(batch)
             with RoutingTape(self._valid(batch), denominator).recording():
-                loss += self._loss_sum(batch) / denominator
+                _, sums_N = self._loss_sums(batch)
+                loss += sums_N[0] / denominator
         return loss
 
     def _forward_backward(self, batch: MicroBatch, denominator: Tensor) -> tuple[Tensor, RoutingTape]:
         batch = self._on_device(batch)
         tape = RoutingTape(self._valid(batch), denominator)
         with tape.recording():
-            loss = self._loss_sum(batch) / denominator
-        loss.backward()
-        return loss.detach(), tape
+            total, sums_N = self._loss_sums(batch)
+        (total / denominator).backward()
+        return sums_N / denominator, tape
 
     def _on_device(self, batch: MicroBatch) -> MicroBatch:
         return MicroBatch(*(None if field is None else field.to(self.device, non_blocking=True) for field in batch))
 
-    def _loss_sum(self, batch: MicroBatch) -> Tensor:
-        """Sum of the cross-entropy over this data rank's trained tokens, the same on its tensor-parallel peers."""
+    def _loss_sums(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """What is trained on, and the sums [N] of the cross-entropy that it is made of, without gradient.
+
+        Sums over this data rank's trained tokens, the same on its tensor-parallel peers: of the next token, and in training of each
+        that is predicted beyond it.
+        """
         masks = attention_masks(self.args, batch.tokens_BS, self.options.eos_id)
-        with self.model.output.expecting(batch.labels_BS, IGNORED):
-            return self.model(batch.tokens_BS, attention_masks=masks)
+        depths = self.options.mtp_layers if self.model.training else 0
+        if not depths:
+            with self.model.output.expecting(batch.labels_BS, IGNORED):
+                return self.model(batch.tokens_BS, attention_masks=masks)
+        eos_id = self.options.eos_id if self.args.attn_mask_type == "block_causal" else None
+        deeper = [further_on(batch, depth, eos_id) for depth in range(1, 1 + depths)]
+        labels = torch.cat([each.labels_BS for each in (batch, *deeper)])
+        further = [Further(each.tokens_BS, self._valid(each)) for each in deeper]
+        with self.model.output.expecting(labels, IGNORED, (1.0, *[self.options.mtp_loss_scale / depths] * depths)):
+            return self.model(batch.tokens_BS, attention_masks=masks, further=further)
 
     def _valid(self, batch: MicroBatch) -> Tensor | None:
         if batch.valid_BS is None:

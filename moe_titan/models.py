@@ -12,22 +12,28 @@ from kernels.document_attention import find_documents
 from moe_titan.layers.attention import DocumentAttention, DocumentMask
 from moe_titan.layers.head import Head
 from moe_titan.layers.moe import MoE
+from moe_titan.layers.prediction import predicting
+from parallelisms.blocks import blocks
 
 MODELS: dict[str, type[nn.Module]] = {"llama3": Transformer, "qwen3": Qwen3Model, "deepseek_v3": DeepSeekV3Model}
 
 
-def build_model(name: str, args: BaseModelArgs) -> nn.Module:
-    """The model of the given arguments on the meta device: torchtitan's names and shapes, our MoE, head and flex attention."""
+def build_model(name: str, args: BaseModelArgs, mtp_layers: int = 0) -> nn.Module:
+    """The model of the given arguments on the meta device: torchtitan's names and shapes, our MoE, head and flex attention.
+
+    Args:
+        mtp_layers: tokens to predict beyond the next, each with a block of the kind of the last layer.
+    """
     with torch.device("meta"):
-        model = MODELS[name](args)
-        for index, block in model.layers.items():
+        model = predicting(MODELS[name])(args, mtp_layers) if mtp_layers else MODELS[name](args)
+        for layer, block in blocks(model).items():
             if getattr(block, "moe_enabled", False):
-                block.moe = MoE(args.moe_args, args.dim, args.moe_inter_dim, layer=f"layers.{index}")
+                block.moe = MoE(args.moe_args, args.dim, args.moe_inter_dim, layer)
         model.output = Head(args.dim, args.vocab_size)
         if getattr(model, "enable_weight_tying", False):
             model.output.weight = model.tok_embeddings.weight
     if getattr(args, "attn_type", "sdpa") == "flex":
-        for block in model.layers.values():
+        for block in blocks(model).values():
             block.attention.inner_attention = DocumentAttention()
     return model
 

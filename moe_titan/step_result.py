@@ -17,6 +17,7 @@ class Numbers:
         expert_load: int64 [E] tokens per expert, by layer.
         balance_loss: scalar, None without one.
         exceeded: bool scalar, whether rows were left out; None where there is room for all.
+        mtp_loss: scalar, as the loss, of the tokens predicted beyond the next, mean over depths; None without any.
     """
 
     def __init__(
@@ -27,9 +28,11 @@ class Numbers:
         expert_load: dict[str, Tensor],
         balance_loss: Tensor | None,
         exceeded: Tensor | None,
+        mtp_loss: Tensor | None = None,
     ):
         self.update = update
         named = {"loss": loss, "norm": update.norm, "tokens": tokens, "balance_loss": balance_loss, "exceeded": exceeded}
+        named["mtp_loss"] = mtp_loss
         scalars = {name: scalar.detach().double() for name, scalar in named.items() if scalar is not None}
         self._names, self._layers = list(scalars), list(expert_load)
         copies = [torch.stack(list(scalars.values()))]
@@ -40,7 +43,7 @@ class Numbers:
             self._done.record()
 
     def scalars(self) -> dict[str, float]:
-        """Those of ``loss``, ``norm``, ``tokens``, ``balance_loss`` and ``exceeded`` that there are."""
+        """Those of ``loss``, ``norm``, ``tokens``, ``balance_loss``, ``exceeded`` and ``mtp_loss`` that there are."""
         self._wait()
         return dict(zip(self._names, self._copies[0].tolist(), strict=True))
 
@@ -96,6 +99,11 @@ class StepResult:
     @property
     def balance_loss(self) -> float | None:
         return self._scalars().get("balance_loss")
+
+    @property
+    def mtp_loss(self) -> float | None:
+        """Of the tokens predicted beyond the next, mean over depths, unscaled."""
+        return self._scalars().get("mtp_loss")
 
     @property
     def expert_load(self) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import kernels.document_attention  # noqa: F401  (registers the op that is saved)
+from parallelisms.blocks import blocks
 from parallelisms.routing import replay_contexts
 
 # The models have no dropout, so there is no random state to restore.
@@ -28,7 +29,7 @@ MATMULS = {aten.mm.default, aten.addmm.default, aten.linear.default}
 
 def checkpoint_blocks(model: nn.Module, every: int) -> None:
     """Checkpoints every ``every``-th block in full, in place: only its input and its tokens' experts are kept."""
-    for index, block in enumerate(model.layers.values()):
+    for index, block in enumerate(blocks(model).values()):
         if index % every == 0:
             block.forward = partial(_checkpoint, block.forward, context_fn=replay_contexts)
 
@@ -39,7 +40,7 @@ def checkpoint_selectively(model: nn.Module) -> None:
     Attention keeps its core's output and recomputes its projections, which are cheap for their size; feed-forward keeps every
     other matmul; both keep what collectives brought. The routed experts make their pre-activations again.
     """
-    for block in model.layers.values():
+    for block in blocks(model).values():
         moe = block.moe if getattr(block, "moe_enabled", False) else None
         feed_forward = block.feed_forward if moe is None else moe.shared_experts
         if moe is not None:

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from parallelisms.blocks import blocks
 from parallelisms.dispatch import build_dispatcher
 from parallelisms.dispatch.capacity import RowCapacity
 from parallelisms.folded_mesh import FoldedMesh
@@ -23,7 +24,7 @@ def apply_expert_parallel(
 ) -> None:
     """Cuts w13 and w2 of every MoE layer over ep and etp, in place, and sets its dispatcher of the given kind."""
     layout, model_mesh = mesh.layout, mesh.expert_model
-    for block in model.layers.values():
+    for block in blocks(model).values():
         if not getattr(block, "moe_enabled", False):
             continue
         experts = block.moe.experts

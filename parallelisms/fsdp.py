@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from parallelisms.blocks import blocks
 from parallelisms.sharding_plan import ShardingPlan
 
 # The embedding's output may be a view of a collective's buffer; no model here writes into it.
@@ -47,10 +48,10 @@ def apply_fsdp(model: nn.Module, plan: ShardingPlan, param_dtype: torch.dtype, r
     tied = getattr(model, "enable_weight_tying", False)
     if not tied:
         wrap(model.tok_embeddings, compute)
-    for index, block in model.layers.items():
+    for name, block in blocks(model).items():
         if getattr(block, "moe_enabled", False):
             wrap(block.moe.router, full)
-            if (row := plan[f"layers.{index}.moe.experts.w13"]).fsdp:
+            if (row := plan[f"{name}.moe.experts.w13"]).fsdp:
                 wrap(block.moe.experts, experts, row.data_mesh)
         wrap(block, compute)
     if not tied:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -113,8 +113,12 @@ class RoutingTape:
     def recording(self) -> AbstractContextManager[None]:
         return _activated(self)
 
+    def narrowed(self, valid_T: Tensor) -> AbstractContextManager[None]:
+        """The same pass for layers to which other tokens than ``self.valid_T`` are valid."""
+        return _activated(replace(self, valid_T=valid_T))
+
     def replaying(self) -> AbstractContextManager[None]:
-        return _activated(RoutingTape(self.valid_T, self.loss_denominator, self.layers, replay=True))
+        return _activated(replace(self, replay=True))
 
     def balance_loss(self) -> Tensor | None:
         losses = [routing.balance_loss for routing in self.layers.values() if routing.balance_loss is not None]

@@ -13,6 +13,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torchtitan.distributed import NoParallel
 
+from parallelisms.blocks import blocks
+
 
 class LocalTokens(ParallelStyle):
     """A module that works on this rank's share of the sequence as a plain tensor; its parameters are replicated DTensors.
@@ -45,7 +47,7 @@ class VocabularyHead(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def whole_sequence(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-            h = args[0] if isinstance(args[0], DTensor) else DTensor.from_local(args[0], device_mesh, [Shard(1)])
+            h = DTensor.from_local(args[0], device_mesh, [Shard(1)])
             return (h.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]),)
 
         def cut(_: str, head: nn.Module, mesh: DeviceMesh) -> None:
@@ -73,12 +75,12 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": VocabularyParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
+        "norm": SequenceParallel(use_local_output=True),
         "output": VocabularyHead(),
     }
     tied = getattr(model, "enable_weight_tying", False)
-    for name, block in model.layers.items():
-        plan |= {f"layers.{name}.{key}": style for key, style in _block_plan(block).items()}
+    for name, block in blocks(model).items():
+        plan |= {f"{name}.{key}": style for key, style in _block_plan(block).items()}
     parallelize_module(model, mesh, plan)
     if tied:
         model.output.weight = model.tok_embeddings.weight
@@ -93,6 +95,9 @@ def _block_plan(block: nn.Module) -> dict[str, ParallelStyle]:
             plan |= _feed_forward_plan("moe.shared_experts")
     else:
         plan |= _feed_forward_plan("feed_forward")
+    if hasattr(block, "eh_proj"):
+        plan |= {name: SequenceParallel(use_local_output=True) for name in ("enorm", "hnorm", "mtp_norm")}
+        plan["eh_proj"] = ReplicatedParameters()
     return plan
 
 
@@ -152,6 +157,11 @@ def _attention_input(rope: Replicate | None) -> ParallelStyle:
 
 def _local_heads() -> ParallelStyle:
     return PrepareModuleInput(input_layouts=(Shard(1),) * 3, desired_input_layouts=(Shard(1),) * 3, use_local_output=True)
+
+
+def own_copy(parameter: Tensor) -> Tensor:
+    """This rank's copy of a replicated parameter; its gradient is partial, since tensor-parallel peers see other tokens."""
+    return parameter.to_local(grad_placements=[Partial()]) if isinstance(parameter, DTensor) else parameter
 
 
 def sequence_share(x_BS: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -58,7 +58,7 @@ def train(
     if tweak is not None:
         tweak(engine)
     out: dict[str, Any] = {"initial": full_parameters(engine), "initial_bias": biases(engine)}
-    out |= {"loss": [], "norm": [], "tokens": [], "balance": [], "load": []}
+    out |= {"loss": [], "norm": [], "tokens": [], "balance": [], "mtp": [], "load": []}
     grads: dict[int, dict[str, np.ndarray]] = {}
     update = engine.optimizer.step
 
@@ -76,6 +76,7 @@ def train(
         out["norm"].append(result.grad_norm)
         out["tokens"].append(result.tokens)
         out["balance"].append(result.balance_loss)
+        out["mtp"].append(result.mtp_loss)
         out["load"].append({layer: load.tolist() for layer, load in result.expert_load.items()})
     out["grads"] = list(grads.values())
     out["params"] = full_parameters(engine)
@@ -117,7 +118,7 @@ def relative_error(actual: Any, expected: Any) -> float:
 def errors_of_run(actual: dict, expected: dict) -> dict[str, float]:
     """Relative error of every number of a run, expert weights expert by expert."""
     errors = {}
-    for key in ("loss", "norm", "balance"):
+    for key in ("loss", "norm", "balance", "mtp"):
         for step, pair in enumerate(zip(actual[key], expected[key], strict=True)):
             if pair != (None, None):
                 errors[f"{key} of step {step}"] = relative_error(*pair)

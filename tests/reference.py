@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from mtp_reference import add_predictions, cross_entropy_sums
 from torch import Tensor, nn
 from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 from torchtitan.models.llama3.model.model import Transformer
@@ -125,24 +126,26 @@ def _train(model, initial, initial_bias, steps, options, lr) -> dict[str, Any]:
     for index, block in net.layers.items():
         if getattr(block, "moe_enabled", False):
             block.moe = layers[f"layers.{index}"] = NaiveMoE(args.moe_args, args.dim, args.moe_inter_dim)
+    for depth, block in enumerate(add_predictions(net, args, options.mtp_layers)):
+        if getattr(block, "moe_enabled", False):
+            block.moe = layers[f"mtp_layers.{depth}"] = NaiveMoE(args.moe_args, args.dim, args.moe_inter_dim)
     net.init_weights = None
     _load(net, initial, initial_bias)
     adam = torch.optim.AdamW(
         net.parameters(), lr=lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay, foreach=False
     )
-    out: dict[str, Any] = {"loss": [], "norm": [], "tokens": [], "balance": [], "load": [], "grads": []}
+    out: dict[str, Any] = {"loss": [], "norm": [], "tokens": [], "balance": [], "mtp": [], "load": [], "grads": []}
     for batches in steps:
         trained = sum(int((labels != -100).sum()) for _, labels, _ in batches)
-        total_loss = total_balance = 0.0
+        total_loss = total_balance = total_mtp = 0.0
         for tokens, labels, valid in batches:
-            for moe in layers.values():
-                moe.valid_BS = valid
-            losses = F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
-            loss = losses.sum() / trained
+            loss, *further = (each / trained for each in cross_entropy_sums(net, tokens, labels, valid, options.eos_id))
+            mtp = sum(further) / max(len(further), 1)
             balance = sum((moe.balance_loss(options) for moe in layers.values()), torch.zeros(())) / trained
-            (loss + balance).backward()
+            (loss + options.mtp_loss_scale * mtp + balance).backward()
             total_loss += float(loss.detach())
             total_balance += float(balance.detach())
+            total_mtp += float(mtp.detach()) if further else 0.0
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in net.named_parameters()}
         out["grads"].append({n: grad.numpy().copy() for n, grad in grads.items()})
         for n, p in net.named_parameters():
@@ -154,6 +157,7 @@ def _train(model, initial, initial_bias, steps, options, lr) -> dict[str, Any]:
         out["tokens"].append(trained)
         balanced = options.sequence_balance_coeff or options.batch_balance_coeff
         out["balance"].append(total_balance if balanced else None)
+        out["mtp"].append(total_mtp if options.mtp_layers else None)
         out["load"].append({layer: moe.load for layer, moe in layers.items()})
         for moe in layers.values():
             _update_bias(moe)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from kernels.cross_entropy import linear_cross_entropy_sum
+from kernels.cross_entropy import linear_cross_entropy_sums
 from parallelisms.sharding_plan import local
 
 
@@ -19,19 +19,26 @@ class Head(nn.Linear):
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
         self.group: ProcessGroup | None = None
-        self._expected: tuple[Tensor, int] | None = None
+        self._expected: tuple[Tensor, int, tuple[float, ...]] | None = None
 
     @contextmanager
-    def expecting(self, labels_BS: Tensor, ignored: int) -> Iterator[None]:
-        """Within it, the model's forward returns the sum of the cross-entropy over positions whose label is not ``ignored``."""
-        self._expected = labels_BS.flatten(), ignored
+    def expecting(self, labels_BS: Tensor, ignored: int, scales: tuple[float, ...] = (1.0,)) -> Iterator[None]:
+        """Within it, the model's forward returns sums of the cross-entropy over positions whose label is not ``ignored``.
+
+        Args:
+            labels_BS: for each of N equal parts of the batch that the head sees.
+            scales: what each part counts for.
+        Returns (the forward):
+            The scaled sums' sum, and, without gradient, the [N] sums.
+        """
+        self._expected = labels_BS.flatten(), ignored, scales
         try:
             yield
         finally:
             self._expected = None
 
-    def forward(self, h_BSD: Tensor) -> Tensor:
+    def forward(self, h_BSD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         weight_VD = local(self.weight)
         if self._expected is None:
             return nn.functional.linear(h_BSD, weight_VD)
-        return linear_cross_entropy_sum(h_BSD.flatten(0, 1), weight_VD, *self._expected, self.group)
+        return linear_cross_entropy_sums(h_BSD.flatten(0, 1), weight_VD, *self._expected, self.group)

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.moe.moe import MoEArgs
 from torchtitan.models.utils import trunc_normal_
 
@@ -10,6 +9,7 @@ from kernels.route import COUNTED_TOKENS, RouteOptions, route
 from kernels.sort import sort_pairs
 from moe_titan.layers.balance_loss import BalanceLoss, attach_loss
 from parallelisms.routing import PairOrder, Routing, RoutingTape
+from parallelisms.tensor_parallel import own_copy
 
 
 class Router(nn.Module):
@@ -52,10 +52,10 @@ class Router(nn.Module):
         if chosen_TK is None and self.force_balance:
             T, K = x_TD.shape[0], self.options.top_k
             chosen_TK = torch.arange(T * K, device=x_TD.device).view(T, K) % self.num_experts
-        bias = None if self.gate.bias is None else _local(self.gate.bias)
+        bias = None if self.gate.bias is None else own_copy(self.gate.bias)
         experts_TK, weights_TK, scores_TE, block_counts = route(
             x_TD,
-            _local(self.gate.weight),
+            own_copy(self.gate.weight),
             self.options,
             gate_bias_E=bias,
             bias_E=bias_E,
@@ -69,8 +69,3 @@ class Router(nn.Module):
         block_pairs = COUNTED_TOKENS * self.options.top_k
         order = PairOrder(*sort_pairs(experts_TK.flatten(), self.num_experts, block_counts, block_pairs))
         return Routing(experts_TK, weights_TK, order, loss)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """This rank's copy of a replicated parameter; its gradient is partial, since tensor-parallel peers route other tokens."""
-    return parameter.to_local(grad_placements=[Partial()]) if isinstance(parameter, DTensor) else parameter
