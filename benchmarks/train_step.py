@@ -150,7 +150,8 @@ def add_throughput(result: Result, config: Config, options: argparse.Namespace) 
     result.tokens_per_second = statistics.median(
         step["tokens_per_second"] for step in result.steps if WARMUP_STEPS < step["step"] <= last
     )
-    flops = result.tokens_per_second * train_flops_per_token(build_model_args(config), config.training.seq_len)
+    per_token = train_flops_per_token(build_model_args(config), config.training.seq_len, config.mtp.num_layers)
+    flops = result.tokens_per_second * per_token
     result.tflops = flops / 1e12
     peak = peak_flops(environment.hardware()[0])
     result.mfu = flops / peak if peak else None

@@ -64,7 +64,7 @@ class Trainer:
         self.metrics = MetricsLogger(
             config,
             dist.get_rank(),
-            train_flops_per_token(args, config.training.seq_len),
+            train_flops_per_token(args, config.training.seq_len, config.mtp.num_layers),
             self.device,
             config.training.steps,
             first_step=self.step + 1,
@@ -161,6 +161,7 @@ class Trainer:
 
     def _log(self, taken: _Taken, seconds: float, data_seconds: float) -> None:
         result = taken.result
+        losses = {"balance_loss": result.balance_loss, "mtp_loss": result.mtp_loss}
         self.metrics.log(
             taken.step,
             loss=result.loss,
@@ -171,7 +172,7 @@ class Trainer:
             step_seconds=seconds,
             data_seconds=data_seconds,
             expert_load=result.expert_load,
-            extra=None if result.balance_loss is None else {"balance_loss": result.balance_loss},
+            extra={name: value for name, value in losses.items() if value is not None},
         )
 
     def _profiler(self) -> AbstractContextManager[Any]:
@@ -286,6 +287,8 @@ def _train_options(config: Config, eos_id: int) -> TrainOptions:
         implementation=config.optimizer.implementation,
         sequence_balance_coeff=config.moe.sequence_balance_loss_coeff,
         batch_balance_coeff=config.moe.batch_balance_loss_coeff,
+        mtp_layers=config.mtp.num_layers,
+        mtp_loss_scale=config.mtp.loss_scaling_factor,
         eos_id=eos_id,
         float8=float8_options(config),
     )

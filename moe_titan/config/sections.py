@@ -157,6 +157,12 @@ class Moe:
     batch_balance_loss_coeff: float = key(0.0, "Weight of the balance loss over the batch", at_least(0))
 
 
+@dataclass
+class Mtp:
+    num_layers: int = key(0, "Tokens to predict beyond the next, each with a block of its own (multi-token prediction)", at_least(0))
+    loss_scaling_factor: float = key(0.3, "Weight of the loss on those tokens, a mean over them, beside that on the next", POSITIVE)
+
+
 _RECIPE = Literal["none", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
 
 
@@ -251,6 +257,7 @@ class Config:
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
     moe: Moe = field(default_factory=Moe)
+    mtp: Mtp = field(default_factory=Mtp)
     float8: Float8 = field(default_factory=Float8)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)

@@ -10,7 +10,7 @@ import torch
 
 from moe_titan.config.errors import ConfigError, did_you_mean, one_of, show
 from moe_titan.config.low_precision import check_low_precision
-from moe_titan.config.sections import OVERRIDES, Config
+from moe_titan.config.sections import OVERRIDES, Config, Mtp
 
 _REPLICATE = "parallelism.data_parallel_replicate_degree"
 _SHARD = "parallelism.data_parallel_shard_degree"
@@ -73,6 +73,7 @@ def validate(config: Config, model_args: Any, world_size: int) -> list[str]:
         *_check_model(config, model_args),
         *_check_tensor_parallel(config, model_args, world_size),
         *experts(config, model_args, world_size),
+        *_check_prediction(config),
         *_check_steps(config),
         *_check_data(config),
         *_check_run(config),
@@ -210,6 +211,15 @@ def _check_groups(config: Config, args: Any) -> Iterator[str]:
     elif limited * (moe.num_experts // groups) < moe.top_k:
         what = f"leaves {limited * (moe.num_experts // groups)} experts to choose from, fewer than top_k = {moe.top_k}"
         yield _argument(config, args, "moe_args.num_limited_groups", f"{what}; raise it")
+
+
+def _check_prediction(config: Config) -> Iterator[str]:
+    mtp = config.mtp
+    if mtp.num_layers >= config.training.seq_len:
+        what = f"must be < training.seq_len = {config.training.seq_len}, or no sample has a token so much further on"
+        yield config.problem("mtp.num_layers", f"{what}; lower it")
+    if not mtp.num_layers and mtp.loss_scaling_factor != Mtp().loss_scaling_factor:
+        yield config.problem("mtp.loss_scaling_factor", "needs mtp.num_layers >= 1")
 
 
 def _check_steps(config: Config) -> Iterator[str]:
