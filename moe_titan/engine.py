@@ -186,8 +186,8 @@ class Engine:
     def _loss_sums(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """What is trained on, and the sums [N] of the cross-entropy that it is made of, without gradient.
 
-        Sums over this data rank's trained tokens, the same on its tensor-parallel peers: of the next token, and in training of each
-        that is predicted beyond it.
+        Sums over this data rank's trained tokens, the same on its tensor-parallel peers: of the next token, and in training of
+        each that is predicted beyond it.
         """
         masks = attention_masks(self.args, batch.tokens_BS, self.options.eos_id)
         depths = self.options.mtp_layers if self.model.training else 0

@@ -31,11 +31,14 @@ _PEAK_FLOPS = {
 }
 
 
-def train_flops_per_token(model_args: ModelArgs, seq_len: int) -> float:
+def train_flops_per_token(model_args: ModelArgs, seq_len: int, mtp_layers: int = 0) -> float:
     """FLOPs of the model's matrix products for one trained token: forward, and twice that backward.
 
     Attention counts half of the `seq_len x seq_len` scores (causal; document boundaries are not taken into account).
     Embeddings, norms, activations and recomputation are not counted.
+
+    Args:
+        mtp_layers: tokens predicted beyond the next: each with a block like the last, a joining projection and the head.
     """
     if isinstance(model_args, DeepSeekV3ModelArgs):
         attention = _mla_weights(model_args)
@@ -44,8 +47,10 @@ def train_flops_per_token(model_args: ModelArgs, seq_len: int) -> float:
         head_dim = model_args.head_dim if isinstance(model_args, Qwen3ModelArgs) else model_args.dim // model_args.n_heads
         attention = _gqa_weights(model_args, head_dim)
         head_dims = 2 * head_dim
-    scores = model_args.n_layers * model_args.n_heads * head_dims * seq_len / 2
-    weights = model_args.n_layers * attention + _ffn_weights(model_args) + model_args.dim * model_args.vocab_size
+    dim, layers = model_args.dim, [*range(model_args.n_layers), *[model_args.n_layers - 1] * mtp_layers]
+    scores = len(layers) * model_args.n_heads * head_dims * seq_len / 2
+    weights = len(layers) * attention + sum(_ffn_weights(model_args, layer) for layer in layers)
+    weights += (1 + mtp_layers) * dim * model_args.vocab_size + mtp_layers * 2 * dim * dim
     return 3 * 2 * (weights + scores)
 
 
@@ -79,20 +84,21 @@ def _mla_weights(args: DeepSeekV3ModelArgs) -> int:
     return query + key_value_down + key_value_up + args.n_heads * args.v_head_dim * args.dim
 
 
-def _ffn_weights(args: ModelArgs) -> int:
-    """Weights that one token meets in the feed-forward part of all layers."""
+def _ffn_weights(args: ModelArgs, layer: int) -> int:
+    """Weights that one token meets in the feed-forward part of a layer."""
     if isinstance(args, DeepSeekV3ModelArgs):
-        dense = args.n_dense_layers * 3 * args.dim * args.inter_dim
-        return dense + (args.n_layers - args.n_dense_layers) * _moe_weights(args.moe_args, args.dim, args.moe_inter_dim)
+        if layer < args.n_dense_layers:
+            return 3 * args.dim * args.inter_dim
+        return _moe_weights(args.moe_args, args.dim, args.moe_inter_dim)
     if isinstance(args, Qwen3ModelArgs):
         if args.moe_enabled:
-            return args.n_layers * _moe_weights(args.moe_args, args.dim, args.moe_inter_dim)
-        return args.n_layers * 3 * args.dim * args.hidden_dim
+            return _moe_weights(args.moe_args, args.dim, args.moe_inter_dim)
+        return 3 * args.dim * args.hidden_dim
     hidden_dim = int(2 * 4 * args.dim / 3)
     if args.ffn_dim_multiplier is not None:
         hidden_dim = int(args.ffn_dim_multiplier * hidden_dim)
     hidden_dim = -(-hidden_dim // args.multiple_of) * args.multiple_of
-    return args.n_layers * 3 * args.dim * hidden_dim
+    return 3 * args.dim * hidden_dim
 
 
 def _moe_weights(moe_args: MoEArgs, dim: int, expert_dim: int) -> int:

@@ -121,7 +121,7 @@ def load_on_every_layout(
             assert [record["step"] for record in records] == [4, 5, 6]
             for actual, wanted in zip(records, later, strict=True):
                 assert (actual["tokens"], actual.get("expert_load")) == (wanted["tokens"], wanted.get("expert_load"))
-                for key in ("loss", "grad_norm"):
+                for key in ("loss", "grad_norm", "mtp_loss"):
                     assert relative_error(actual[key], wanted[key]) <= 1e-5, f"{key} on {name}"
     return compared
 

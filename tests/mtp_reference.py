@@ -19,7 +19,7 @@ def add_predictions(net: nn.Module, args, depths: int) -> list[nn.Module]:
     return predictions
 
 
-def cross_entropy_sums(net: nn.Module, tokens_BS: Tensor, labels_BS: Tensor, valid_BS: Tensor | None, eos_id: int) -> list[Tensor]:
+def cross_entropy_sums(net, tokens_BS: Tensor, labels_BS: Tensor, valid_BS: Tensor | None, eos_id: int) -> list[Tensor]:
     """Of the next token, and of each depth's."""
     if net.model_args.attn_mask_type != "block_causal":
         return _sums(net, tokens_BS, labels_BS, valid_BS, None)

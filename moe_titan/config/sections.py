@@ -159,8 +159,8 @@ class Moe:
 
 @dataclass
 class Mtp:
-    num_layers: int = key(0, "Tokens to predict beyond the next, each with a block of its own (multi-token prediction)", at_least(0))
-    loss_scaling_factor: float = key(0.3, "Weight of the loss on those tokens, a mean over them, beside that on the next", POSITIVE)
+    num_layers: int = key(0, "Tokens to predict beyond the next, each with a block of its own; 0: none", at_least(0))
+    loss_scaling_factor: float = key(0.3, "Weight of the mean loss on those tokens beside the loss on the next", POSITIVE)
 
 
 _RECIPE = Literal["none", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]

@@ -1,7 +1,7 @@
 """Modules that predict tokens further on than the next: multi-token prediction (arXiv 2412.19437, 2.2).
 
-The module of depth k takes what the output head sees of depth k - 1 at a position, and the embedding of the token k further on, and
-gives what the same head makes the prediction of the token k + 1 further on from.
+The module of depth k takes, at each position, what the output head sees of depth k - 1 and the embedding of the token k further
+on. From what it gives, the same head predicts the token after that one.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from parallelisms.tensor_parallel import own_copy
 
 
 class Further(NamedTuple):
-    """What the module of one depth is given: the tokens that are so much further on, and which of this rank's positions have one."""
+    """What the module of one depth is given: the tokens so much further on, and which of this rank's positions have one."""
 
     tokens_BS: Tensor
     valid_T: Tensor

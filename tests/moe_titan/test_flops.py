@@ -14,6 +14,8 @@ from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, qwen3_args
 
 from moe_titan.flops import ModelArgs, num_parameters, peak_flops, train_flops_per_token
+from moe_titan.layers.prediction import Further, predicting
+from parallelisms.routing import RoutingTape
 
 # Weighting the routing before the experts leaves no batched product that the counter would add.
 MOE = MoEArgs(num_experts=6, num_shared_experts=0, top_k=2, score_before_experts=True, use_grouped_mm=False)
@@ -45,23 +47,25 @@ SMALL_MODELS = {
 }
 
 
+@pytest.mark.parametrize("mtp_layers", [0, 2])
 @pytest.mark.parametrize("name", SMALL_MODELS)
-def test_matches_torch_flop_counter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matches_torch_flop_counter(name: str, mtp_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # torch has no histogram of integers on the CPU, and counts attention there only as plain products.
     monkeypatch.setattr(torch, "histc", lambda x, bins, min, max: torch.bincount(x, minlength=bins))
     monkeypatch.setattr(ScaledDotProductAttentionWrapper, "sdpa_backends", [SDPBackend.MATH])
     model_class, args = SMALL_MODELS[name]
     args.moe_impl = "standard"  # no field of DeepSeekV3ModelArgs, but read by its blocks
     torch.manual_seed(0)
-    model = model_class(args)
+    model = predicting(model_class)(args, mtp_layers) if mtp_layers else model_class(args)
     with torch.no_grad():
-        model.init_weights()
+        model.init_weights(torch.device("cpu"))
     batch, seq_len = 3, 20
     tokens_BS = torch.randint(args.vocab_size, (batch, seq_len))
-    with FlopCounterMode(display=False) as counter:
-        model(tokens_BS).sum().backward()
+    further = [Further(tokens_BS, torch.ones(batch * seq_len, dtype=torch.bool))] * mtp_layers
+    with FlopCounterMode(display=False) as counter, RoutingTape().recording():
+        model(tokens_BS, **({"further": further} if further else {})).sum().backward()
     # The counter takes all of the attention scores, we take half: twice the length gives the same.
-    assert counter.get_total_flops() == batch * seq_len * train_flops_per_token(args, 2 * seq_len)
+    assert counter.get_total_flops() == batch * seq_len * train_flops_per_token(args, 2 * seq_len, mtp_layers)
 
 
 @pytest.mark.parametrize(

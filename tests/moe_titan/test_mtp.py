@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from layout_runs import CLIPPED, assert_same_run, errors_of_run, relative_error, train
+from layout_runs import CLIPPED, assert_same_run, biases, errors_of_run, full_parameters, relative_error, train
 from reference import train_reference
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 
@@ -99,3 +99,53 @@ def test_what_is_further_on() -> None:
     assert batch.valid_BS.tolist() == [[True, False, True, True, True, True, False, False]]
     assert batch.labels_BS.tolist() == [[3, IGNORED, IGNORED, 5, 6, 8, IGNORED, IGNORED]]
     assert not further_on(MicroBatch(tokens, labels), 8, None).valid_BS.any()
+
+
+def _numbers_of(depths: int) -> tuple[float, dict, dict]:
+    """Loss of an evaluation, and what it and a training step leave behind."""
+    engine = tiny.build(tiny.deepseek(), Layout(), replace(CLIPPED, mtp_layers=depths))
+    batches = [tiny.padded_batch(0, 3), tiny.padded_batch(1, 3)]
+    before = full_parameters(engine)
+    loss = engine.evaluate(batches)
+    after = full_parameters(engine)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert not any(bias.any() for bias in biases(engine).values())
+    result = engine.step(batches, lr=1e-3)
+    assert (result.mtp_loss is None) == (depths == 0)
+    return loss, result.loss, before
+
+
+def test_the_model_itself_is_the_same(pool) -> None:
+    """Its initial weights, and so its loss, are bit for bit those of a run without; an evaluation speaks of it alone."""
+    loss, trained, without = pool.run(1, _numbers_of, 0)[0]
+    assert loss == pytest.approx(trained, rel=1e-6)
+    other_loss, other_trained, with_two = pool.run(1, _numbers_of, 2)[0]
+    assert (other_loss, other_trained) == (loss, trained)
+    assert all(np.array_equal(with_two[name], weight) for name, weight in without.items())
+    more = with_two.keys() - without.keys()
+    kinds = {"enorm", "hnorm", "eh_proj", "mtp_norm", "attention", "attention_norm", "ffn_norm", "moe"}
+    assert {name.split(".")[2] for name in more} == kinds
+    assert {name.split(".")[:2][1] for name in more if name.startswith("mtp_layers.")} == {"0", "1"}
+
+
+def _bf16(layout: Layout, dtype: torch.dtype) -> dict:
+    return train(tiny.deepseek(), layout, replace(CLIPPED, mtp_layers=2), samples=12, param_dtype=dtype)
+
+
+def test_bf16_compute_stays_near_fp32(pool) -> None:
+    expected = pool.run(1, _bf16, Layout(), torch.float32)[0]
+    for layout in (Layout(), Layout(dp_shard=2, tp=2, ep=2), Layout(tp=2, ep=2)):
+        run = pool.run(layout.world, _bf16, layout, torch.bfloat16)[0]
+        assert relative_error(run["loss"] + run["mtp"], expected["loss"] + expected["mtp"]) < 2e-3
+        for name, grad in expected["grads"][0].items():
+            assert relative_error(run["grads"][0][name], grad) < 0.1, name
+
+
+def test_comparison_sees_a_wrong_weight(pool) -> None:
+    model = tiny.deepseek()
+    options = replace(CLIPPED, mtp_layers=2)
+    run = pool.run(1, train, model, Layout(), options, 1, 3)[0]
+    batches = [tiny.share(tiny.global_batch(0, 3), 0, 1, 1)]
+    wrong = run["initial"] | {"mtp_layers.1.hnorm.weight": run["initial"]["mtp_layers.1.hnorm.weight"] * 1.01}
+    errors = errors_of_run(run, train_reference(model, wrong, run["initial_bias"], batches, options))
+    assert max(errors.values()) > 1e-4

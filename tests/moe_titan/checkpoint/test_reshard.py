@@ -1,4 +1,4 @@
-"""A checkpoint of any layout on any other: element by element, and for three further steps."""
+"""A checkpoint of any layout on any other, of models that predict further tokens: element by element, and three more steps."""
 
 from pathlib import Path
 
@@ -22,9 +22,10 @@ LAYOUTS = {
 def test_layouts_load_each_other(pool, tmp_path, model, most) -> None:
     corpus: Path = trainer_runs.write_corpus(tmp_path / "corpus")
     folder = tmp_path / "runs"
-    saved = pool.run(4, checkpoint_runs.save_on_every_layout, corpus, folder, MODELS[model], LAYOUTS)
-    expected, later = saved[0]
-    loads = (corpus, folder, MODELS[model])
+    settings = MODELS[model] | {"mtp.num_layers": 2}
+    expected, later = pool.run(4, checkpoint_runs.save_on_every_layout, corpus, folder, settings, LAYOUTS)[0]
+    assert any(name.startswith("mtp_layers.1.moe.experts.w1.exp_avg") for name in expected["moments"])
+    loads = (corpus, folder, settings)
     compared = pool.run(4, checkpoint_runs.load_on_every_layout, *loads, LAYOUTS, most, expected, later)[0]
     compared += pool.run(1, checkpoint_runs.load_on_every_layout, *loads, {"one rank": {}}, len(LAYOUTS), expected, later)[0]
     assert len(compared) == len(set(compared)) == len(LAYOUTS) * (most + 1)

@@ -178,6 +178,11 @@ COMMAND_LINES = [
     (LLAMA, "--parallelism.expert_parallel_degree 2", 2, ["expert_parallel_degree = 2", "must be 1", "no experts"]),
     (QWEN_DENSE, "--parallelism.expert_tensor_parallel_degree 2", 2, ["must be 1", "qwen3 debugmodel has no experts"]),
     (QWEN_DENSE, "--moe.sequence_balance_loss_coeff 0.1", 1, ["sequence_balance_loss_coeff = 0.1", "no experts"]),
+    (MOE, "--mtp.num_layers -1", 1, ["mtp.num_layers = -1", "must be >= 0"]),
+    (MOE, "--mtp.num_layers 16 --training.seq_len 16", 1, ["mtp.num_layers = 16", "must be < training.seq_len = 16", "lower it"]),
+    (MOE, "--mtp.num_layers 1 --mtp.loss_scaling_factor 0", 1, ["mtp.loss_scaling_factor = 0", "must be > 0"]),
+    (MOE, "--mtp.loss_scaling_factor 0.1", 1, ["mtp.loss_scaling_factor = 0.1", "needs mtp.num_layers >= 1"]),
+    (MOE, "--mtp.num_layer 1", 1, ["unknown key in [mtp]", "did you mean num_layers?"]),
     # The model's own arguments.
     (MOE | {"model.flavor": "30B"}, "", 1, ['model.flavor = "30B"', '"30B-A3B"', "for qwen3"]),
     (MOE | {"model.flavor": "30b-a3b"}, "", 1, ["for qwen3", "did you mean 30B-A3B?"]),
