@@ -26,12 +26,18 @@ def main(argv: Sequence[str]) -> int:
             raise InterchangeError(f"{options.source}: has the keys of torchtitan {options.dialect} already")
         if options.dtype:
             raise InterchangeError(f"--dtype = {options.dtype}: another dialect has the same tensors; leave it out")
+        if options.drop_mtp:
+            raise InterchangeError("--drop-mtp: another dialect has the same tensors; leave it out")
         with new_folder(options.target) as folder:
             write_in_dialect(checkpoint, folder, options.dialect)
         print(f"wrote {options.target}, all that {options.source} holds under the keys of torchtitan {options.dialect}")
         return 0
     model = read_model(
-        options.source, options.config, options.assets, command.DTYPES.get(options.dtype, command.DTYPES["bfloat16"])
+        options.source,
+        options.config,
+        options.assets,
+        command.DTYPES.get(options.dtype, command.DTYPES["bfloat16"]),
+        options.drop_mtp,
     )
     command.write(model, "dcp" if source == "hf" else "hf", options)
     return 0

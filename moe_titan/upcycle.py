@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         options.seed,
         options.drop_rope_scaling,
     )
-    dense = read_model(options.source, options.config, options.assets, command.DTYPES["float32"])
+    dense = read_model(options.source, options.config, options.assets, command.DTYPES["float32"], options.drop_mtp)
     command.write(upcycle(dense, how), options.to, options)
     return 0
 

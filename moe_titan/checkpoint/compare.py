@@ -49,7 +49,7 @@ def check(state: Mapping[str, Any], saved: Mapping[str, Any], path: Path, whole:
     }
     lines = [f"  {len(items)} {what}: {_listed(items)}" for what, items in differences.items() if items]
     if lines:
-        cure = "check model.name, model.flavor, model.overrides and training.dtype"
+        cure = "check model.name, model.flavor, model.overrides, mtp.num_layers and training.dtype"
         if whole:
             cure += ", or leave a part out with checkpoint.exclude_from_loading"
         raise CheckpointError("\n".join([f"{path} does not hold the {len(state)} entries that this run loads:", *lines, cure]))

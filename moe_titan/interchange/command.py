@@ -35,6 +35,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dialect", choices=DIALECTS, help="torchtitan release whose keys a checkpoint is written with")
     parser.add_argument("--shard-gb", type=positive, default=5.0, help="largest safetensors file (default: %(default)s)")
     parser.add_argument("--drop-expert-bias", action="store_true", help="leave it out where Hugging Face's model has none")
+    parser.add_argument("--drop-mtp", action="store_true", help="leave out what predicts tokens beyond the next")
 
 
 def write(model: StoredModel, form: str, options: argparse.Namespace) -> None:

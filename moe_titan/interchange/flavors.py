@@ -22,8 +22,12 @@ _NOT_THE_MODEL = {
 }
 
 
-def as_toml(name: str, args: Any) -> str:
-    """The sections ``[model]`` and ``[model.overrides]`` that make :func:`build_model_args` build these arguments."""
+def as_toml(name: str, args: Any, mtp_layers: int = 0) -> str:
+    """The sections ``[model]`` and ``[model.overrides]`` that make :func:`build_model_args` build these arguments.
+
+    Args:
+        mtp_layers: for the section ``[mtp]``.
+    """
     wanted = _flat(args)
     overrides = {
         flavor: {key: value for key, value in wanted.items() if value != flat.get(key)}
@@ -40,7 +44,7 @@ def as_toml(name: str, args: Any) -> str:
         for part in outer:
             table = table.setdefault(part, {})
         table[leaf] = value
-    return tomli_w.dumps({"model": model})
+    return tomli_w.dumps({"model": model} | ({"mtp": {"num_layers": mtp_layers}} if mtp_layers else {}))
 
 
 def _flat(args: Any, prefix: str = "") -> dict[str, Any]:

@@ -27,7 +27,8 @@ _KINDS = [
     ("attention", r"\.attention\.|\.self_attn\."),
     ("dense feed-forward", r"\.feed_forward\.|\.mlp\."),
     ("embedding", r"^tok_embeddings|embed_tokens"),
-    ("output", r"^output|^lm_head"),
+    ("output", r"^output|^lm_head|\.shared_head\.head\."),
+    ("joining projection", r"\.eh_proj\."),
 ]
 _STACKED = re.compile(r"(.*\.moe)\.experts\.(w[123])$")
 _SINGLE = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(\w+)\.weight$")

@@ -85,6 +85,10 @@ def upcycle(dense: StoredModel, how: Upcycling) -> StoredModel:
 
 def _dense_args(dense: StoredModel, how: Upcycling) -> Qwen3ModelArgs:
     args = dense.args
+    if dense.mtp_layers:
+        raise InterchangeError(
+            "the dense model predicts further tokens, whose blocks are not upcycled; --drop-mtp leaves them out"
+        )
     if isinstance(args, Qwen3ModelArgs) and not args.moe_enabled:
         return args
     if not isinstance(args, TransformerModelArgs):

@@ -7,7 +7,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import kernels.cross_entropy
-from kernels.cross_entropy import cross_entropy_backward_, linear_cross_entropy_sum, partial_cross_entropy
+from kernels.cross_entropy import (
+    cross_entropy_backward_,
+    linear_cross_entropy_sum,
+    linear_cross_entropy_sums,
+    partial_cross_entropy,
+)
 
 T, D, V, IGNORED = 9, 8, 12, -100
 
@@ -67,6 +72,26 @@ def test_cut_vocabulary(pool, dtype, tolerance) -> None:
     assert set(values) == {values[0]} and values[0] == pytest.approx(loss, rel=tolerance)
     assert relative_error(sum(parts_h), grad_h) < tolerance
     assert relative_error(np.concatenate(parts_weight), grad_weight) < tolerance
+
+
+@pytest.mark.parametrize("logits_at_a_time", [1 << 29, 2 * V, 1])
+@pytest.mark.parametrize(("dtype", "tolerance"), CASES, ids=str)
+def test_parts_that_count_differently(monkeypatch, dtype, tolerance, logits_at_a_time) -> None:
+    monkeypatch.setattr(kernels.cross_entropy, "_SLICE", logits_at_a_time)
+    scales = (1.0, 0.0, 0.3)
+    h_TD, weight_VD, labels_T = inputs(dtype)
+    exact_TD, exact_VD = (tensor.double().requires_grad_() for tensor in (h_TD, weight_VD))
+    losses_T = F.cross_entropy(exact_TD @ exact_VD.t(), labels_T, ignore_index=IGNORED, reduction="none")
+    wanted = [part_T.sum() for part_T in losses_T.chunk(3)]
+    (3 * sum(scale * part for scale, part in zip(scales, wanted, strict=True))).backward()
+
+    total, sums_N = linear_cross_entropy_sums(h_TD.requires_grad_(), weight_VD.requires_grad_(), labels_T, IGNORED, scales)
+    (3 * total).backward()
+    assert not sums_N.requires_grad
+    assert sums_N.tolist() == pytest.approx([part.item() for part in wanted], rel=tolerance)
+    assert total.item() == pytest.approx(sum(s * part.item() for s, part in zip(scales, wanted, strict=True)), rel=tolerance)
+    assert relative_error(h_TD.grad.double().numpy(), exact_TD.grad.numpy()) < tolerance
+    assert relative_error(weight_VD.grad.double().numpy(), exact_VD.grad.numpy()) < tolerance
 
 
 def test_nothing_is_trained() -> None:

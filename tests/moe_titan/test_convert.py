@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import trainer_runs
-from interchange_models import CONFIGS, our_logits, transformers_logits, write_transformers
+from interchange_models import CONFIGS, VOCAB, our_logits, transformers_logits, write_transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -126,16 +126,20 @@ def test_every_tensor_is_read_once(stored, tmp_path, monkeypatch, name) -> None:
     assert set(read.values()) == {1}
 
 
-@pytest.mark.parametrize("model", ["qwen3", "deepseek"])
-def test_export_of_a_run(pool, tmp_path, model) -> None:
+@pytest.mark.parametrize(("model", "mtp_layers"), [("qwen3", 0), ("qwen3", 1), ("deepseek", 0), ("deepseek", 2)])
+def test_export_of_a_run(pool, tmp_path, model, mtp_layers) -> None:
     """Saved by two ranks that share the experts; the run's own config.toml says what model it is."""
     corpus, folder = trainer_runs.write_corpus(tmp_path / "corpus"), tmp_path / "run"
-    settings = {"training.steps": 3, "model.overrides.norm_eps": 1e-6}
+    settings = {"training.steps": 3, "model.overrides.norm_eps": 1e-6, "mtp.num_layers": mtp_layers}
     argv = trainer_runs.arguments(corpus, folder, trainer_runs.MODELS[model], settings, trainer_runs.layout(dps=2, ep=2))
     pool.run(2, trainer_runs.run, argv, group=False)
     checkpoint = folder / "checkpoint" / "step-3"
     options = ["--drop-expert-bias"] if model == "qwen3" else []
-    if options:
+    if options and mtp_layers:
+        with pytest.raises(InterchangeError, match="mtp_layers.0.* predicts further tokens, .* --drop-mtp"):
+            run(checkpoint, tmp_path / "hf", *options)
+        options.append("--drop-mtp")
+    elif options:
         with pytest.raises(InterchangeError, match="layers.0.moe.expert_bias is not zero .* --drop-expert-bias"):
             run(checkpoint, tmp_path / "hf")
         assert not (tmp_path / "hf").exists()
@@ -144,6 +148,9 @@ def test_export_of_a_run(pool, tmp_path, model) -> None:
     args = build_model_args(config)
     if options:
         args.moe_args.load_balance_coeff = None
+    if model == "deepseek":
+        assert json.loads((tmp_path / "hf" / "config.json").read_text())["num_nextn_predict_layers"] == mtp_layers
+        assert any(".3.shared_head." in name for name in tensors_of(tmp_path / "hf")) == (mtp_layers == 2)
     ours = our_logits(config.model.name, args, checkpoint)
     torch.testing.assert_close(transformers_logits(tmp_path / "hf"), ours, rtol=0, atol=1e-4)
 
@@ -204,17 +211,81 @@ def test_files_and_index(stored, tmp_path) -> None:
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
-def test_layers_that_predict_further_tokens_are_left_out(stored, tmp_path, capsys) -> None:
-    source, checkpoint, _ = stored("deepseek_v3")
-    (tmp_path / "hf").mkdir()
-    more = {"model.layers.2.eh_proj.weight": torch.ones(24, 48), "model.layers.2.mlp.gate.weight": torch.ones(6, 24)}
-    save_file(tensors_of(source) | more, tmp_path / "hf" / "model.safetensors")
-    (tmp_path / "hf" / "config.json").write_text((source / "config.json").read_text())
-    edit_config(tmp_path / "hf", num_nextn_predict_layers=1)
+def predicting_further(source: Path, folder: Path, depths: int, **changed: Tensor) -> dict[str, Tensor]:
+    """A model of `transformers` with random blocks behind its layers that predict further tokens, as DeepSeek stores them."""
+    tensors, random = tensors_of(source), torch.Generator().manual_seed(5)
+    last = {name.split("layers.1.")[1]: tensor for name, tensor in tensors.items() if "layers.1." in name}
+    last |= {"enorm.weight": torch.ones(24), "hnorm.weight": torch.ones(24), "shared_head.norm.weight": torch.ones(24)}
+    last["eh_proj.weight"] = torch.ones(24, 48)
+    more = {}
+    for layer in range(2, 2 + depths):
+        more |= {f"model.layers.{layer}.{name}": torch.randn(tensor.shape, generator=random) for name, tensor in last.items()}
+        more[f"model.layers.{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        more[f"model.layers.{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    folder.mkdir()
+    save_file(tensors | more | changed, folder / "model.safetensors")
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    edit_config(folder, num_nextn_predict_layers=depths)
+    return tensors | more
+
+
+def test_prediction_of_further_tokens(stored, tmp_path, monkeypatch) -> None:
+    source, _, logits = stored("deepseek_v3, groups and yarn")
+    every = predicting_further(source, tmp_path / "hf", 2)
+    read: Counter[str] = Counter()
+
+    def counting(function):
+        def load(self, name, *rest):
+            read[name] += 1
+            return function(self, name, *rest)
+
+        return load
+
+    monkeypatch.setattr(SafetensorsFolder, "_load", counting(SafetensorsFolder._load))
     run(tmp_path / "hf", tmp_path / "dcp")
-    assert "left out the 2 tensors of the layers that predict further tokens" in capsys.readouterr().out
+    assert read == Counter(every.keys())
+    assert "num_layers = 2" in (tmp_path / "dcp" / "model.toml").read_text()
+    checkpoint = Checkpoint(tmp_path / "dcp")
+    for ours, theirs in {
+        "mtp_layers.0.eh_proj.weight": "model.layers.2.eh_proj.weight",
+        "mtp_layers.0.enorm.weight": "model.layers.2.enorm.weight",
+        "mtp_layers.1.hnorm.weight": "model.layers.3.hnorm.weight",
+        "mtp_layers.1.mtp_norm.weight": "model.layers.3.shared_head.norm.weight",
+        "mtp_layers.1.attention.wkv_a.weight": "model.layers.3.self_attn.kv_a_proj_with_mqa.weight",
+        "mtp_layers.0.moe.expert_bias": "model.layers.2.mlp.gate.e_score_correction_bias",
+    }.items():
+        assert torch.equal(checkpoint.tensor(ours).load(), every[theirs])
+    assert torch.equal(
+        checkpoint.tensor("mtp_layers.1.moe.experts.w2").load()[4], every["model.layers.3.mlp.experts.4.down_proj.weight"]
+    )
+    assert run(tmp_path / "dcp", tmp_path / "back") == 0
+    assert_bitwise(tensors_of(tmp_path / "back"), every)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 2
+    assert torch.equal(transformers_logits(tmp_path / "back"), logits)
+
+
+def test_prediction_of_further_tokens_is_dropped(stored, tmp_path, capsys) -> None:
+    source, checkpoint, _ = stored("deepseek_v3")
+    every = predicting_further(source, tmp_path / "hf", 1)
+    run(tmp_path / "hf", tmp_path / "whole")
+    run(tmp_path / "hf", tmp_path / "dcp", "--drop-mtp")
+    left_out = len(every) - len(tensors_of(source))
+    assert f"left out the {left_out} tensors of the layers that predict further tokens" in capsys.readouterr().out
     assert Checkpoint(tmp_path / "dcp").stored.keys() == Checkpoint(checkpoint).stored.keys()
     assert json.loads((tmp_path / "dcp" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    run(tmp_path / "whole", tmp_path / "back", "--drop-mtp")
+    assert_bitwise(tensors_of(tmp_path / "back"), tensors_of(source))
+    with pytest.raises(InterchangeError, match="--drop-mtp: another dialect has the same tensors"):
+        run(tmp_path / "whole", tmp_path / "other", "--dialect", "0.3.0", "--drop-mtp")
+
+
+def test_prediction_with_a_head_of_its_own(stored, tmp_path) -> None:
+    name = "model.layers.2.shared_head.head.weight"
+    predicting_further(stored("deepseek_v3")[0], tmp_path / "hf", 1, **{name: torch.ones(VOCAB, 24)})
+    with pytest.raises(InterchangeError, match=f"{name} is not lm_head.weight, which the model here shares; --drop-mtp"):
+        run(tmp_path / "hf", tmp_path / "dcp")
+    assert not (tmp_path / "dcp").exists()
+    assert run(tmp_path / "hf", tmp_path / "dcp", "--drop-mtp") == 0
 
 
 def test_yarn_is_spoken_of(stored, tmp_path, capsys) -> None:

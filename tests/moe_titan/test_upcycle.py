@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import trainer_runs
 from interchange_models import our_logits, transformers_logits, write_transformers
 from torch import Tensor
 
@@ -148,3 +149,16 @@ def test_numbers_that_make_no_sense(dense, tmp_path, options, capsys, monkeypatc
         command.run(upcycle.main)
     assert exit.value.code == 2
     assert "must be" in capsys.readouterr().err
+
+
+def test_blocks_that_predict_further_tokens_are_not_upcycled(pool, tmp_path) -> None:
+    corpus, folder = trainer_runs.write_corpus(tmp_path / "corpus"), tmp_path / "run"
+    settings = {"training.steps": 1, "mtp.num_layers": 1, "lr_scheduler.warmup_steps": 0}
+    pool.run(
+        1, trainer_runs.run, trainer_runs.arguments(corpus, folder, trainer_runs.MODELS["qwen3_tied"], settings), group=False
+    )
+    options = [str(folder / "checkpoint" / "step-1"), str(tmp_path / "moe"), *numbers(1, 2, 1)]
+    with pytest.raises(InterchangeError, match="predicts further tokens, .* --drop-mtp leaves them out"):
+        upcycle.main(options)
+    assert upcycle.main([*options, "--drop-mtp"]) == 0
+    assert not any(key.startswith("mtp_layers.") for key in Checkpoint(tmp_path / "moe").stored)

@@ -22,6 +22,9 @@ MOE = {
     "layers.1.moe.shared_experts.w1.weight": "layers.1.moe.shared_experts.w1.weight",
     "layers.1.moe.router.gate.weight": "layers.1.moe.router.gate.weight",
     "layers.1.moe.expert_bias": "layers.1.moe.expert_bias_E",
+    "mtp_layers.0.eh_proj.weight": "mtp_layers.0.eh_proj.weight",
+    "mtp_layers.0.moe.experts.w1": "mtp_layers.0.moe.routed_experts.inner_experts.w1_EFD",
+    "mtp_layers.0.moe.expert_bias": "mtp_layers.0.moe.expert_bias_E",
 }
 GROUPED = {
     **{f"layers.1.attention.{w}.weight": f"layers.1.attention.qkv_linear.{w}.weight" for w in ("wq", "wk", "wv")},
