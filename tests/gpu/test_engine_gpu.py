@@ -28,32 +28,37 @@ BOUNDS = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (2e-3, 1e-2)}
 
 
 def train(
-    layout: Layout, device: torch.device, dtype: torch.dtype, factor: float | None = None, moving: bool = False
+    layout: Layout,
+    device: torch.device,
+    dtype: torch.dtype,
+    factor: float | None = None,
+    mtp_layers: int = 0,
+    moving: bool = False,
 ) -> list[tuple[float, float]]:
-    """Loss and gradient norm of five steps on the same global batch."""
-    engine, batches = build(layout, device, dtype, factor)
+    """Loss, on further tokens too, and gradient norm of five steps on the same global batch."""
+    engine, batches = build(layout, device, dtype, factor, mtp_layers)
     results = []
     for _ in range(5):
         results.append(engine.step(batches, lr=1e-3))
         if moving:
             engine.placement.rebalance(results[-1].expert_load)
-    experts = [slots for slots in engine.placement.expert_of_slot.values() if slots != sorted(slots)]
-    assert bool(experts) == (moving and layout.ep > 1)
-    return [(result.loss, result.grad_norm) for result in results]
+    moved = [slots for slots in engine.placement.expert_of_slot.values() if slots != sorted(slots)]
+    assert bool(moved) == (moving and layout.ep > 1)
+    return [(result.loss + (result.mtp_loss or 0.0), result.grad_norm) for result in results]
 
 
 def build(
-    layout: Layout, device: torch.device, dtype: torch.dtype, factor: float | None = None
+    layout: Layout, device: torch.device, dtype: torch.dtype, factor: float | None = None, mtp_layers: int = 0
 ) -> tuple[Engine, list[MicroBatch]]:
     mesh = FoldedMesh(layout, device.type)
     options = ParallelOptions(param_dtype=dtype, dispatch_tokens=8 * SEQ, capacity_factor=factor)
-    engine = Engine(NAME, ARGS, mesh, device, TrainOptions(), options)
+    engine = Engine(NAME, ARGS, mesh, device, TrainOptions(mtp_layers=mtp_layers), options)
     return engine, tiny.share(tiny.global_batch(0, 8, seq=SEQ), mesh.data_rank, layout.dp, 1)
 
 
-def train_without_waiting(layout: Layout, device: torch.device) -> None:
+def train_without_waiting(layout: Layout, device: torch.device, mtp_layers: int) -> None:
     """Twenty steps in which the host must not wait for the device, after one that compiles kernels."""
-    engine, batches = build(layout, device, torch.bfloat16)
+    engine, batches = build(layout, device, torch.bfloat16, mtp_layers=mtp_layers)
     engine.step(batches, lr=1e-3).wait()
     pinned = [MicroBatch(*(each if each is None else each.pin_memory() for each in batch)) for batch in batches]
     torch.cuda.set_sync_debug_mode("error")
@@ -70,8 +75,10 @@ def train_on_gpus(rank: int, world: int, folder: str) -> None:
     # Rows for a tenth of the tokens, so that every step is repeated.
     runs.append([train(layout, device, torch.bfloat16, factor=0.1) for layout in LAYOUTS[world]])
     runs.append([train(layout, device, torch.bfloat16, moving=True) for layout in LAYOUTS[world]])
+    runs.append([train(layout, device, torch.bfloat16, mtp_layers=2) for layout in LAYOUTS[world]])
     for layout in LAYOUTS[world]:
-        train_without_waiting(layout, device)
+        for mtp_layers in (0, 2):
+            train_without_waiting(layout, device, mtp_layers)
     if rank == 0:
         Path(folder, "runs.json").write_text(json.dumps(runs))
     dist.destroy_process_group()
@@ -79,11 +86,13 @@ def train_on_gpus(rank: int, world: int, folder: str) -> None:
 
 @pytest.mark.parametrize("gpus", [world for world in LAYOUTS if world <= torch.cuda.device_count()])
 def test_gpus_train_as_one_process_on_the_cpu(pool, tmp_path, gpus) -> None:
-    expected = pool.run(1, train, Layout(), torch.device("cpu"), torch.float32)[0]
-    assert expected[-1][0] < expected[0][0]
+    alone, further = (pool.run(1, train, Layout(), torch.device("cpu"), torch.float32, None, depths)[0] for depths in (0, 2))
+    assert alone[-1][0] < alone[0][0] and further[-1][0] < further[0][0]
     mp.spawn(train_on_gpus, (gpus, str(tmp_path)), nprocs=gpus)
-    bounds_of_runs = *BOUNDS.values(), BOUNDS[torch.bfloat16], BOUNDS[torch.bfloat16]
-    for runs, bounds in zip(json.loads((tmp_path / "runs.json").read_text()), bounds_of_runs, strict=True):
+    bounds_of_runs = *BOUNDS.values(), *[BOUNDS[torch.bfloat16]] * 3
+    expected_of_runs = *[alone] * 4, further
+    found = json.loads((tmp_path / "runs.json").read_text())
+    for runs, expected, bounds in zip(found, expected_of_runs, bounds_of_runs, strict=True):
         for layout, steps in zip(LAYOUTS[gpus], runs, strict=True):
             for (loss, norm), (wanted_loss, wanted_norm) in zip(steps, expected, strict=True):
                 assert loss == pytest.approx(wanted_loss, rel=bounds[0]), layout
