@@ -142,8 +142,8 @@ class Engine:
             self.optimizer.halted |= exceeded
         update = self.optimizer.step(lr, self.options.max_norm)
         load = self.balancer.step(self.optimizer.halted)
-        loss, mtp_loss = losses_N[0], losses_N[1:].mean() if self.options.mtp_layers else None
-        return Numbers(update, loss, denominator, load, self._total(balance), exceeded, mtp_loss)
+        mtp_loss = losses_N[1:].mean() if self.options.mtp_layers else None
+        return Numbers(update, losses_N[0], denominator, load, self._total(balance), exceeded, mtp_loss)
 
     def _train_on(self, micro_batches: Sequence[MicroBatch], denominator: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Gradients and counts of these micro-batches and of no others.
@@ -178,7 +178,7 @@ class Engine:
         with tape.recording():
             total, sums_N = self._loss_sums(batch)
         (total / denominator).backward()
-        return sums_N / denominator, tape
+        return sums_N.double() / denominator, tape
 
     def _on_device(self, batch: MicroBatch) -> MicroBatch:
         return MicroBatch(*(None if field is None else field.to(self.device, non_blocking=True) for field in batch))

@@ -31,8 +31,8 @@ class Numbers:
         mtp_loss: Tensor | None = None,
     ):
         self.update = update
-        named = {"loss": loss, "norm": update.norm, "tokens": tokens, "balance_loss": balance_loss, "exceeded": exceeded}
-        named["mtp_loss"] = mtp_loss
+        named = {"loss": loss, "norm": update.norm, "tokens": tokens, "balance_loss": balance_loss, "mtp_loss": mtp_loss}
+        named["exceeded"] = exceeded
         scalars = {name: scalar.detach().double() for name, scalar in named.items() if scalar is not None}
         self._names, self._layers = list(scalars), list(expert_load)
         copies = [torch.stack(list(scalars.values()))]

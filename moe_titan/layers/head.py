@@ -23,13 +23,12 @@ class Head(nn.Linear):
 
     @contextmanager
     def expecting(self, labels_BS: Tensor, ignored: int, scales: tuple[float, ...] = (1.0,)) -> Iterator[None]:
-        """Within it, the model's forward returns sums of the cross-entropy over positions whose label is not ``ignored``.
+        """Within it, the model's forward returns sums of the cross-entropy over positions whose label is not ``ignored``:
+        that in which each of N equal parts of the batch is scaled, and without gradient the [N] sums of the parts, unscaled.
 
         Args:
-            labels_BS: for each of N equal parts of the batch that the head sees.
+            labels_BS: of the batch that the head sees.
             scales: what each part counts for.
-        Returns (the forward):
-            The scaled sums' sum, and, without gradient, the [N] sums.
         """
         self._expected = labels_BS.flatten(), ignored, scales
         try:
