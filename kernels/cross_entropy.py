@@ -179,20 +179,6 @@ def _reduced(max_T: Tensor, sum_T: Tensor, target_T: Tensor, group: ProcessGroup
     return max_T + sum_T.log(), target_T
 
 
-def linear_cross_entropy_sum(
-    h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, ignored: int, group: ProcessGroup | None = None
-) -> Tensor:
-    """Sum over trained tokens of the negative log-likelihood of ``h @ weight^T``, in fp32 (fp64 for fp64 input).
-
-    Args:
-        h_TD, weight_VD: same floating dtype; with ``group``, this rank's equal share of the vocabulary's rows, in rank order, and
-            then the gradient of h is this rank's share of a sum.
-        labels_T: [T] int64 in the whole vocabulary, ``ignored`` where not trained.
-        group: ranks among which the vocabulary is cut; each returns the whole sum. None: not cut.
-    """
-    return linear_cross_entropy_sums(h_TD, weight_VD, labels_T, ignored, (1.0,), group)[0]
-
-
 def linear_cross_entropy_sums(
     h_TD: Tensor,
     weight_VD: Tensor,
@@ -201,12 +187,15 @@ def linear_cross_entropy_sums(
     scales: tuple[float, ...],
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`linear_cross_entropy_sum` over each of N equally long parts of the T tokens, one behind the other.
-
-    All parts share one gradient of the weight.
+    """Sums over trained tokens of the negative log-likelihood of ``h @ weight^T``, in fp32 (fp64 for fp64 input), of each of N
+    equally long parts of the T tokens, one behind the other. All parts share one gradient of the weight.
 
     Args:
+        h_TD, weight_VD: same floating dtype; with ``group``, this rank's equal share of the vocabulary's rows, in rank order, and
+            then the gradient of h is this rank's share of a sum.
+        labels_T: [T] int64 in the whole vocabulary, ``ignored`` where not trained.
         scales: what the sum of each of the N parts counts for.
+        group: ranks among which the vocabulary is cut; each returns the whole sums. None: not cut.
     Returns:
         The scaled sums' sum, and, without gradient, the [N] sums themselves.
     """

@@ -12,12 +12,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.grouped_mm import Tile, _programs
 from kernels.grouped_mm_fp8_kernels import (
     _grouped_mm_blockwise_kernel,
-    _grouped_mm_rowwise_kernel,
     _weight_grad_blockwise_kernel,
 )
 from kernels.quantize import BLOCK
 
-_ROWWISE_TILE = Tile(128, 256, 128, 8, 4)
 _BLOCKWISE_TILE = Tile(128, 256, 128, 8, 4)
 _WEIGHT_GRAD_TILE = Tile(256, 128, 128, 8, 4)
 
@@ -56,14 +54,13 @@ def grouped_mm_fp8_weight_grad_reference(
 
 
 def _launch_grouped_mm(
-    a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, blockwise: bool, tile: Tile, programs: int
+    a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, tile: Tile, programs: int
 ) -> Tensor:
     (R, K), (E, N, _) = a_RK.shape, b_ENK.shape
     out_RN = a_RK.new_empty(R, N, dtype=torch.bfloat16)
-    kernel = _grouped_mm_blockwise_kernel if blockwise else _grouped_mm_rowwise_kernel
-    kernel[(programs,)](
+    _grouped_mm_blockwise_kernel[(programs,)](
         TensorDescriptor.from_tensor(a_RK, [tile.m, tile.k]),
-        TensorDescriptor.from_tensor(b_ENK, [1, tile.k if blockwise else tile.n, tile.k]),
+        TensorDescriptor.from_tensor(b_ENK, [1, tile.k, tile.k]),
         TensorDescriptor.from_tensor(out_RN, [tile.m, min(tile.n, 64)]),
         a_scale, b_scale, out_RN, offsets_E, E, K, N, R,
         E_P=triton.next_power_of_2(E), BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
@@ -74,19 +71,17 @@ def _launch_grouped_mm(
 
 @torch.library.custom_op("moe_titan::tiled_grouped_mm_fp8", mutates_args=())
 def tiled_grouped_mm_fp8(
-    a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, blockwise: bool, tile: list[int]
+    a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, tile: list[int]
 ) -> Tensor:
-    """:func:`grouped_mm_fp8` as a Triton kernel with the given :class:`kernels.grouped_mm.Tile`, blockwise of a depth of 128."""
-    operands = a_RK, a_scale, b_ENK, b_scale, offsets_E, blockwise
+    """:func:`grouped_mm_fp8`, blockwise, as a Triton kernel with the given tile, of a depth of 128."""
+    operands = a_RK, a_scale, b_ENK, b_scale, offsets_E
     if not a_RK.is_cuda:
-        return grouped_mm_fp8_reference(*operands)
+        return grouped_mm_fp8_reference(*operands, True)
     return _launch_grouped_mm(*operands, Tile(*tile), _programs(a_RK, Tile(*tile)))
 
 
 @tiled_grouped_mm_fp8.register_fake
-def _(
-    a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, blockwise: bool, tile: list[int]
-) -> Tensor:
+def _(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, tile: list[int]) -> Tensor:
     return a_RK.new_empty(len(a_RK), b_ENK.shape[1], dtype=torch.bfloat16)
 
 
@@ -138,7 +133,7 @@ def grouped_mm_fp8(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor
     if not a_RK.is_cuda:
         return grouped_mm_fp8_reference(*operands, blockwise)
     if blockwise:
-        return tiled_grouped_mm_fp8(*operands, blockwise, list(_BLOCKWISE_TILE))
+        return tiled_grouped_mm_fp8(*operands, list(_BLOCKWISE_TILE))
     # Sums over a dimension of the model are short enough for the tensor cores' own, which keep 14 bits.
     return torch._scaled_grouped_mm(
         a_RK, b_ENK.transpose(1, 2), a_scale, b_scale, offs=offsets_E, out_dtype=torch.bfloat16, use_fast_accum=True

@@ -18,40 +18,11 @@ def _store_columns(out_desc, out_ptr, total_MN, row, end, n, N):
 
 
 @triton.jit(do_not_specialize=["R"])
-def _grouped_mm_rowwise_kernel(
-    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, out_ptr, offsets_ptr, E, K, N, R,
-    E_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """out[r] = a[r] @ b[e]^T for the rows r of group e; a row of a and one of b have a scale each."""
-    last_E, first_row_E, tiles_M = _row_tiles(offsets_ptr, E, E_P, BLOCK_M)
-    tiles_N, steps = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
-    tile = tl.program_id(0) - tl.num_programs(0)
-    mine = tl.cdiv(tiles_M * tiles_N - tl.program_id(0), tl.num_programs(0))
-    step, e, row, n, end = -1, 0, 0, 0, 0
-    total_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for _ in range(0, mine * steps):
-        step = tl.where(step == steps - 1, 0, step + 1)
-        if step == 0:
-            tile += tl.num_programs(0)
-            n = tile % tiles_N * BLOCK_N
-            e, row, end = _place_of_tile(tile // tiles_N, last_E, first_row_E, offsets_ptr, BLOCK_M)
-        a_MK = a_desc.load([row, step * BLOCK_K])
-        b_NK = b_desc.load([e, n, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
-        total_MN = tl.dot(a_MK, tl.trans(b_NK), total_MN)
-        if step == steps - 1:
-            row_M, n_N = row + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
-            a_scale_M = tl.load(a_scale_ptr + row_M, mask=row_M < end, other=0.0)
-            b_scale_N = tl.load(b_scale_ptr + e * N + n_N, mask=n_N < N, other=0.0)
-            _store_columns(out_desc, out_ptr, total_MN * a_scale_M[:, None] * b_scale_N[None, :], row, end, n, N)
-            total_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-
-
-@triton.jit(do_not_specialize=["R"])
 def _grouped_mm_blockwise_kernel(
     a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, out_ptr, offsets_ptr, E, K, N, R,
     E_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The same with a scale for BLOCK_K numbers of a row of a and for BLOCK_K x BLOCK_K of b.
+    """out[r] = a[r] @ b[e]^T for the rows r of group e; BLOCK_K numbers of a row of a, and BLOCK_K x BLOCK_K of b, have a scale.
 
     The product of a step is scaled, then added up in fp32. With a tile of two blocks of columns each has its own accumulator:
     both products of a step would not fit the registers beside them, and one is added up while the tensor cores do the other.

@@ -129,7 +129,7 @@ class Trainer:
         return _Taken(step, lr, began, data_seconds, result)
 
     def _finish(self, taken: _Taken) -> None:
-        """Waits for a step, takes note of what it did, and reports it if it is one to report."""
+        """Waits for a step, takes note of what it did, and moves experts and reports where the step is one to do so after."""
         with _naming(taken.step):
             result = taken.result.wait()
         self.tokens += result.tokens

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tiny import build, global_batch, share
+from tiny import build, global_batch, padded_batch, share
 from torch.distributed.tensor import DTensor, Replicate
 
+from moe_titan.data import MicroBatch
 from moe_titan.engine import Engine, TrainOptions
 from parallelisms.folded_mesh import Layout
 from parallelisms.sharding_plan import local, logical_tensors
@@ -83,6 +84,18 @@ def train(
     out["bias"] = biases(engine)
     digests = shard_digests(engine)
     return out | {"digests": digests} if dist.get_rank() == 0 else {"digests": digests}
+
+
+def _batch_without_recompilation(step: int, samples: int) -> MicroBatch:
+    # Token counts per expert differ from step to step: after the first every compilation is one too many.
+    torch._dynamo.config.error_on_recompile = step > 0
+    return padded_batch(step, samples)
+
+
+def train_counting_graphs(model, layout: Layout, options: TrainOptions, steps: int, **parallel) -> dict[str, Any]:
+    """Trains on batches of changing loads, fails when anything is compiled after the first, and adds the number of graphs."""
+    run = train(model, layout, options, steps, samples=6, make_batch=_batch_without_recompilation, **parallel)
+    return run | {"graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
 
 
 def shard_digests(engine: Engine) -> dict[tuple, str]:

@@ -41,8 +41,8 @@ class WorkerPool:
     def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 100.0, group: bool = True) -> list[Any]:
         """With ``group = False`` the ranks only find in their environment what a launcher puts there.
 
-        gloo's own thread (pt_gloo_runloop) crashes in malloc about once in some thousand groups (torch 2.13.0), whatever runs
-        in them: a crash is reported and the run repeated, once.
+        gloo's own thread (pt_gloo_runloop) has been seen to crash in malloc, once in some thousand groups (torch 2.13.0): a crash
+        is reported as a warning and the run repeated, once. A crash of ours that comes again fails the test.
         """
         try:
             return self._run(world, fn, args, timeout, group)

@@ -307,7 +307,7 @@ def test_linear_cross_entropy(monkeypatch, poisoned, dtype, slices) -> None:
     labels_T = torch.where(torch.rand(T, device=DEVICE) < 0.2, -100, torch.randint(0, V, (T,), device=DEVICE))
     runs = []
     for _ in range(2):
-        loss = poisoned(cross_entropy.linear_cross_entropy_sum, *inputs, labels_T, -100)
+        loss, _ = poisoned(cross_entropy.linear_cross_entropy_sums, *inputs, labels_T, -100, (1.0,))
         runs.append((loss, *torch.autograd.grad(loss, inputs)))
     assert all(map(torch.equal, *runs))
     h_TD, weight_VD = wide = [tensor.detach().double().requires_grad_() for tensor in inputs]

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 import kernels.cross_entropy
 from kernels.cross_entropy import (
     cross_entropy_backward_,
-    linear_cross_entropy_sum,
     linear_cross_entropy_sums,
     partial_cross_entropy,
 )
@@ -38,7 +37,7 @@ def run(dtype: torch.dtype, rank: int, ranks: int, group) -> tuple[float, np.nda
     h_TD, weight_VD, labels_T = inputs(dtype)
     h_TD.requires_grad_()
     weight_vD = weight_VD.chunk(ranks)[rank].clone().requires_grad_()
-    loss = linear_cross_entropy_sum(h_TD, weight_vD, labels_T, IGNORED, group)
+    loss, _ = linear_cross_entropy_sums(h_TD, weight_vD, labels_T, IGNORED, (1.0,), group)
     (3 * loss).backward()
     return loss.item(), h_TD.grad.double().numpy(), weight_vD.grad.double().numpy(), str(loss.dtype)
 
@@ -97,7 +96,7 @@ def test_parts_that_count_differently(monkeypatch, dtype, tolerance, logits_at_a
 def test_nothing_is_trained() -> None:
     h_TD, weight_VD, _ = inputs(torch.float32)
     h_TD.requires_grad_()
-    loss = linear_cross_entropy_sum(h_TD, weight_VD, torch.full((T,), IGNORED), IGNORED)
+    loss, _ = linear_cross_entropy_sums(h_TD, weight_VD, torch.full((T,), IGNORED), IGNORED, (1.0,))
     loss.backward()
     assert loss.item() == 0 and not h_TD.grad.any()
 
@@ -105,7 +104,7 @@ def test_nothing_is_trained() -> None:
 def test_without_gradients() -> None:
     h_TD, weight_VD, labels_T = inputs(torch.float64)
     with torch.no_grad():
-        loss = linear_cross_entropy_sum(h_TD, weight_VD.requires_grad_(), labels_T, IGNORED)
+        loss, _ = linear_cross_entropy_sums(h_TD, weight_VD.requires_grad_(), labels_T, IGNORED, (1.0,))
     assert loss.item() == pytest.approx(expected(torch.float64)[0], rel=1e-12) and not loss.requires_grad
 
 

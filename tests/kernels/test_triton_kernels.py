@@ -1,23 +1,12 @@
 """Every Triton kernel against its reference, in Triton's interpreter."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from interpreter import errors_of
 
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, float]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    script = str(Path(__file__).with_name("triton_cases.py"))
-    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return errors_of("triton_cases.py")
 
 
 KERNELS = [

@@ -5,10 +5,8 @@ from dataclasses import replace
 
 import pytest
 import tiny
-import torch
-from layout_runs import CLIPPED, assert_bitwise_replicas, assert_same_run, train
+from layout_runs import CLIPPED, assert_bitwise_replicas, assert_same_run, train, train_counting_graphs
 
-from moe_titan.data import MicroBatch
 from parallelisms.folded_mesh import Layout
 
 OPTIONS = replace(CLIPPED, mtp_layers=2, sequence_balance_coeff=0.1, eos_id=7)
@@ -84,14 +82,8 @@ def test_layout_promise(pool, single_process, model, layout, parallel) -> None:
     assert_bitwise_replicas(ranks)
 
 
-def _batch_of_step(step: int, samples: int) -> MicroBatch:
-    torch._dynamo.config.error_on_recompile = step > 0
-    return tiny.padded_batch(step, samples)
-
-
 def _run(model: str, layout: Layout, parallel: dict) -> dict:
-    run = train(MODELS[model], layout, OPTIONS, steps=3, samples=6, make_batch=_batch_of_step, **parallel)
-    return run | {"graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+    return train_counting_graphs(MODELS[model], layout, OPTIONS, steps=3, **parallel)
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,8 @@
 import pytest
 import tiny
 import torch
-from layout_runs import CLIPPED, assert_same_run, full_gradients, relative_error, train
+from layout_runs import CLIPPED, assert_same_run, full_gradients, relative_error, train_counting_graphs
 
-from moe_titan.data import MicroBatch
 from moe_titan.layers.moe import MoE
 from moe_titan.optimizer import Update
 from parallelisms.folded_mesh import Layout
@@ -41,15 +40,8 @@ CASES = [
 ]
 
 
-def batch_of_step(step: int, samples: int) -> MicroBatch:
-    # Token counts per expert differ from step to step: after the first every compilation is one too many.
-    torch._dynamo.config.error_on_recompile = step > 0
-    return tiny.padded_batch(step, samples)
-
-
 def _train(model: str, layout: Layout, parallel: dict) -> dict:
-    run = train(MODELS[model], layout, CLIPPED, steps=5, samples=6, make_batch=batch_of_step, **parallel)
-    return run | {"graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+    return train_counting_graphs(MODELS[model], layout, CLIPPED, steps=5, **parallel)
 
 
 @pytest.fixture(scope="module")

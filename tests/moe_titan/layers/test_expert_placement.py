@@ -33,7 +33,7 @@ def test_loads_become_even(ranks, experts) -> None:
     assert max(after) <= max(before)
     if experts >= 16 * ranks:
         assert max(after) <= 1.03 * sum(loads) / ranks
-    assert even_slots(slots, loads, ranks) == slots or max(after) > 1.02 * sum(loads) / ranks
+    assert even_slots(slots, loads, ranks) == slots
 
 
 @pytest.mark.parametrize("loads", [[5] * 8, [0] * 8, [7, 0, 0, 0, 7, 0, 0, 0]], ids=str)
