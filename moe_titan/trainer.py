@@ -20,6 +20,7 @@ from moe_titan.config import Config, to_toml
 from moe_titan.data import build_dataloader
 from moe_titan.engine import Engine, TrainOptions
 from moe_titan.flops import num_parameters, train_flops_per_token
+from moe_titan.heartbeat import Heartbeat
 from moe_titan.inputs import Inputs, float8_options
 from moe_titan.log import setup_logging
 from moe_titan.lr_schedule import lr_factor
@@ -49,6 +50,8 @@ class Trainer:
         self._lock = inputs.lock
         self.device = start_processes(config)
         setup_logging(config.job.dump_folder, dist.get_rank(), "[emulated low precision] " if config.float8.emulate else "")
+        store = dist.PrefixStore("heartbeat", dist.distributed_c10d._get_default_store())
+        self._heartbeat = Heartbeat(store, dist.get_rank(), dist.get_world_size(), config.comm.init_timeout_seconds)
         self._set_determinism()
         args = inputs.model_args
         layout = layout_of(config)
@@ -104,6 +107,7 @@ class Trainer:
                 if due.end:
                     break
                 if self.step == first:
+                    self._heartbeat.timeout = self.config.comm.train_timeout_seconds
                     _set_timeout(self.config.comm.train_timeout_seconds)
                 if self.step % self.config.training.gc_freq == 0:
                     gc.collect(1)
@@ -114,6 +118,7 @@ class Trainer:
     def close(self) -> None:
         self.data.close()
         self.metrics.close()
+        self._heartbeat.close()
         dist.destroy_process_group()
         if self._lock is not None:
             self._lock.close()

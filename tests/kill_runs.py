@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import trainer_runs
 from trainer_runs import MODELS, arguments, layout
-from workers import WorkerPool, _free_port
+from workers import WorkerPool, free_port
 
 from moe_titan.checkpoint import complete_steps
 from moe_titan.inputs import read_inputs
@@ -81,7 +81,7 @@ def sums(step: Path) -> dict[str, FileSum]:
 
 
 def _start(pool: WorkerPool, argv: list[str], started: Path) -> list[BaseProcess]:
-    port = _free_port()
+    port = free_port()
     ranks = [pool.context.Process(target=_train, args=(rank, port, argv, started), daemon=True) for rank in range(WORLD)]
     for rank in ranks:
         rank.start()

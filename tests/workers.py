@@ -52,7 +52,7 @@ class WorkerPool:
 
     def _run(self, world: int, fn: Callable[..., Any], args: tuple, timeout: float, group: bool) -> list[Any]:
         results: dict[int, Any] = {}
-        port = None if group else _free_port()
+        port = None if group else free_port()
         with tempfile.TemporaryDirectory() as folder:
             pipes, processes = [], []
             for rank in range(world):
@@ -90,7 +90,7 @@ def _answer(pipe: Connection, process: Any) -> tuple[bool, Any]:
         raise kind(f"{process.name} ended without an answer, exit code {process.exitcode}; see its stderr") from None
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("localhost", 0)) as server:
         return server.getsockname()[1]
 
