@@ -7,7 +7,6 @@ counts in the store of the process group, in a thread of its own, and watches th
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -24,9 +23,12 @@ def _end(message: str) -> None:
 class Heartbeat:
     """Counts and watches from construction to :meth:`close`, or to the end of the process group.
 
+    A rank is given up a little before the collectives are. Only turns of this thread count as time, so that ranks which were
+    suspended together go on together.
+
     Args:
         store: of these ranks alone; a connection of its own is opened.
-        timeout: of the collectives in seconds, before which a rank without a count is given up. May be set at any time.
+        timeout: of the collectives, in seconds. May be set at any time.
         period: seconds between counts.
         end: called with what happened; must not return to a rank that goes on.
     """
@@ -57,7 +59,7 @@ class Heartbeat:
                 self._end(f"rank {self._rank} lost the store of the process group, which rank 0 or its launcher holds: {error}")
 
     def _count_and_watch(self) -> None:
-        count, last, seen = 0, b"", time.monotonic()
+        count, last, missed = 0, b"", 0.0
         while not self._closed.wait(self._period) and self._group is dist.group.WORLD:
             count += 1
             self._store.set(f"{self._rank}", f"{count}")
@@ -65,12 +67,12 @@ class Heartbeat:
                 self._end(self._store.get(_GONE).decode())
                 return
             now = self._store.get(f"{self._next}") if self._store.check([f"{self._next}"]) else b""
-            if now != last or now == _DONE.encode():
-                last, seen = now, time.monotonic()
-            elif time.monotonic() - seen > max(self.timeout - 3 * self._period, self.timeout / 2):
+            missed = 0.0 if now != last or now == _DONE.encode() else missed + self._period
+            last = now
+            if missed > max(self.timeout - 3 * self._period, self.timeout / 2):
                 message = (
-                    f"rank {self._next} gives no sign of life (timeout {self.timeout:g} s): it has died or hangs, or its host is "
-                    "out of reach; look into its log first"
+                    f"rank {self._next} has given no sign of life for {missed:g} s: it has died or hangs, or its host is out of "
+                    "reach; look into its log first"
                 )
                 self._store.set(_GONE, message)
                 self._end(message)

@@ -58,7 +58,7 @@ class Trainer:
         self.mesh = FoldedMesh(layout, self.device.type)
         self.data = build_dataloader(config, inputs.source, inputs.tokenizer, self.mesh.data_rank, layout.dp)
         self.engine = build_engine(config, args, self.mesh, self.device, inputs.tokenizer.eos_id)
-        set_dispatch_timeout(config.comm.init_timeout_seconds)
+        self._set_timeout(config.comm.init_timeout_seconds)
         self.checkpointer = Checkpointer(config, self.engine, self.data) if config.checkpoint.enable else None
         start = Progress()
         if self.checkpointer is not None and inputs.checkpoint is not None:
@@ -107,8 +107,8 @@ class Trainer:
                 if due.end:
                     break
                 if self.step == first:
-                    self._heartbeat.timeout = self.config.comm.train_timeout_seconds
-                    _set_timeout(self.config.comm.train_timeout_seconds)
+                    # Everything has been compiled and connected.
+                    self._set_timeout(self.config.comm.train_timeout_seconds)
                 if self.step % self.config.training.gc_freq == 0:
                     gc.collect(1)
                 if profiler is not None:
@@ -194,6 +194,13 @@ class Trainer:
             ),
         )
 
+    def _set_timeout(self, seconds: int) -> None:
+        """Bounds how long this rank waits for another, whatever it waits in."""
+        self._heartbeat.timeout = seconds
+        set_dispatch_timeout(seconds)
+        for group in dist.distributed_c10d._world.pg_map:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
     def _set_determinism(self) -> None:
         debug = self.config.debug
         torch.manual_seed(debug.seed)
@@ -254,13 +261,6 @@ def start_processes(config: Config) -> torch.device:
         timeout=timedelta(seconds=config.comm.init_timeout_seconds),
     )
     return device
-
-
-def _set_timeout(seconds: int) -> None:
-    """A tighter bound on collectives once everything has been compiled and connected."""
-    set_dispatch_timeout(seconds)
-    for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def build_engine(config: Config, args: BaseModelArgs, mesh: FoldedMesh, device: torch.device, eos_id: int) -> Engine:

@@ -232,8 +232,8 @@ class Compile:
 @dataclass
 class Comm:
     mode: Literal["default"] = key("default", "Kind of communication; only default is supported")
-    init_timeout_seconds: int = key(300, "Timeout of a collective up to the end of the first step", SECONDS)
-    train_timeout_seconds: int = key(100, "Timeout of a collective after the first step", SECONDS)
+    init_timeout_seconds: int = key(300, "How long a rank waits for another, up to the end of the first step", SECONDS)
+    train_timeout_seconds: int = key(100, "How long a rank waits for another after the first step", SECONDS)
 
 
 @dataclass
