@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moe_titan.moment import Moment
 from moe_titan.optimizer import NonFiniteGradient, Update
 
 
@@ -38,23 +39,17 @@ class Numbers:
         copies = [torch.stack(list(scalars.values()))]
         copies += [torch.stack(list(expert_load.values()))] if expert_load else []
         self._copies = [each.to("cpu", non_blocking=True) for each in copies]
-        self._done = torch.cuda.Event() if loss.is_cuda else None
-        if self._done is not None:
-            self._done.record()
+        self.finished = Moment(loss.device)
 
     def scalars(self) -> dict[str, float]:
         """Those of ``loss``, ``norm``, ``tokens``, ``balance_loss``, ``exceeded`` and ``mtp_loss`` that there are."""
-        self._wait()
+        self.finished.wait()
         return dict(zip(self._names, self._copies[0].tolist(), strict=True))
 
     def expert_load(self) -> dict[str, Tensor]:
         """As on the device, on the CPU."""
-        self._wait()
+        self.finished.wait()
         return dict(zip(self._layers, self._copies[1], strict=True)) if self._layers else {}
-
-    def _wait(self) -> None:
-        if self._done is not None:
-            self._done.synchronize()
 
 
 class StepResult:

@@ -25,6 +25,7 @@ from moe_titan.inputs import Inputs, float8_options
 from moe_titan.log import setup_logging
 from moe_titan.lr_schedule import lr_factor
 from moe_titan.metrics import MetricsLogger
+from moe_titan.moment import Moment
 from moe_titan.step_result import StepResult
 from parallelisms.folded_mesh import FoldedMesh, Layout
 from parallelisms.parallelize import ParallelOptions
@@ -33,11 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 class _Taken(NamedTuple):
-    """A step that the device has been given: when the host began with it, and how long it waited for data."""
+    """A step that the device has been given: where it begins, and how long the host waited for its data."""
 
     step: int
     lr: float
-    began: float
+    begins: Moment
     data_seconds: float
     result: StepResult
 
@@ -73,7 +74,7 @@ class Trainer:
             first_step=self.step + 1,
         )
         self._unlogged: list[tuple[float, float]] = []  # seconds of each step, and those of them spent waiting for data
-        self._finished = 0.0
+        self._finished: Moment | None = None
         self._describe()
 
     def train(self) -> None:
@@ -124,14 +125,14 @@ class Trainer:
             self._lock.close()
 
     def _take_step(self) -> _Taken:
-        began = time.perf_counter()
+        begins, began = Moment(self.device), time.perf_counter()
         batches = self.data.next_step()
         data_seconds = time.perf_counter() - began
         step, lr = self.step + 1, self._next_lr()
         with _naming(step):
             result = self.engine.step(batches, lr)
         self.step, self.schedule_step = step, self.schedule_step + 1
-        return _Taken(step, lr, began, data_seconds, result)
+        return _Taken(step, lr, begins, data_seconds, result)
 
     def _finish(self, taken: _Taken) -> None:
         """Waits for a step, takes note of what it did, and moves experts and reports where the step is one to do so after."""
@@ -141,8 +142,10 @@ class Trainer:
         interval = self.config.moe.rebalance_interval
         if interval and (taken.step == 1 or taken.step % interval == 0):
             self.engine.placement.rebalance(result.expert_load)
-        before, self._finished = self._finished, time.perf_counter()
-        self._unlogged.append((self._finished - max(before, taken.began), taken.data_seconds))
+        before, self._finished = self._finished, result.numbers.finished
+        # A step that was repeated ends after the one that follows it begins.
+        seconds = min(moment.seconds_until(self._finished) for moment in (before, taken.begins) if moment is not None)
+        self._unlogged.append((seconds, taken.data_seconds))
         if self.metrics.should_log(taken.step):
             seconds, data_seconds = (sum(column) / len(column) for column in zip(*self._unlogged, strict=True))
             self._log(taken, seconds, data_seconds)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from layout_runs import biases, full, full_parameters
 from torch.distributed.checkpoint import FileSystemWriter
 
 from moe_titan.checkpoint import CheckpointError, Found, SaveError
+from moe_titan.data import MicroBatch
 from moe_titan.inputs import read_inputs
 from moe_titan.optimizer import NonFiniteGradient, Update
 from moe_titan.step_result import StepResult
@@ -197,6 +199,20 @@ def failing_run(arguments: list[str], tweak: Callable[[Trainer], None]) -> tuple
     except NonFiniteGradient as error:
         return "\n".join([str(error), *error.__notes__]), trainer.before, full_parameters(trainer.engine)
     raise AssertionError("the run did not fail")
+
+
+def slow_data_run(arguments: list[str], seconds: float) -> None:
+    """A run that waits so long for each step's data."""
+    trainer = Trainer(read_inputs(arguments, int(os.environ["WORLD_SIZE"])))
+    read = trainer.data.next_step
+
+    def next_step() -> list[MicroBatch]:
+        time.sleep(seconds)
+        return read()
+
+    trainer.data.next_step = next_step
+    trainer.train()
+    trainer.close()
 
 
 def infinite_gradient_on_rank_1(trainer: Trainer) -> None:

@@ -177,3 +177,13 @@ def test_tokens_are_counted_over_all_ranks(train) -> None:
     shared, _ = train("deepseek_flex", 2, **layout_keys({"dps": 2, "etp": 2}))
     for line in shared:
         assert line["tokens_per_second"] == pytest.approx(12 * 24 / 2 / line["step_ms"] * 1e3)
+
+
+def test_every_step_is_as_long_as_it_takes(pool, corpus, tmp_path) -> None:
+    """The last one too, though the host waits for it right after the one before."""
+    argv = arguments(corpus, tmp_path, MODELS["llama3"], NO_CHECKPOINT)
+    pool.run(1, trainer_runs.slow_data_run, argv, 0.2, group=False)
+    lines = records(tmp_path)
+    assert len(lines) == 6
+    for line in lines:
+        assert 200 <= line["data_ms"] < line["step_ms"] < 1e4
