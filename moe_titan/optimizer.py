@@ -1,6 +1,6 @@
 """AdamW over this rank's shards, with one gradient norm over parameters of both meshes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kernels.adamw import adamw_, adamw_reference_, join_fp32, split_fp32
+from kernels.adamw import adamw_, adamw_reference_
 from parallelisms.sharding_plan import ShardingPlan, like, local
-from parallelisms.split_weights import split_weights
+from parallelisms.split_weights import Split, split_weights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -60,6 +60,8 @@ class ShardedAdamW:
         self.settings: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay} | kind
         self._update = adamw_ if implementation == "fused" else adamw_reference_
         self.state: dict[str, dict[str, Tensor]] = {}
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before parameters or moments change on the device: somebody may still be copying them on another stream."""
         self._number = 0
         self.halted = torch.zeros((), dtype=torch.bool, device=local(next(iter(self.parameters.values()))).device)
         for name, parameter in self.parameters.items():
@@ -91,6 +93,7 @@ class ShardedAdamW:
         self.halted |= ~norm.isfinite()
         scale = torch.where(self.halted, torch.nan, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         beta1, beta2 = self.settings["betas"]
+        self.before_change()
         for name, parameter in self.parameters.items():
             count, *moments = self.state[name].values()
             count += 1
@@ -122,16 +125,9 @@ class ShardedAdamW:
         where = [f"{names[0]} on rank {rank} ({len(names)} parameters there)" for rank, names in enumerate(found) if names]
         raise NonFiniteGradient("gradient is not finite; first in " + "; ".join(where[:4]))
 
-    def masters(self) -> dict[str, Tensor]:
-        """Every parameter in its full precision, placed as in the model; of split ones a copy."""
-        return {name: self._master(name, parameter).detach() for name, parameter in self.parameters.items()}
-
-    @torch.no_grad()
-    def load_masters(self, masters: dict[str, Tensor]) -> None:
-        """Takes over what has been written into the tensors of :meth:`masters`."""
-        for name, low in self._low.items():
-            for half, value in zip((local(self.parameters[name]), low), split_fp32(local(masters[name])), strict=True):
-                half.copy_(value)
+    def masters(self) -> dict[str, Tensor | Split]:
+        """Every parameter in its full precision, placed as in the model, sharing storage."""
+        return {name: self._master(name, parameter.detach()) for name, parameter in self.parameters.items()}
 
     def moments(self) -> Iterator[tuple[str, str, Tensor]]:
         """Every moment as (parameter name, moment name, tensor placed like its parameter, sharing storage)."""
@@ -150,9 +146,9 @@ class ShardedAdamW:
         for name, state in self.state.items():
             yield name, state["step"]
 
-    def _master(self, name: str, parameter: Tensor) -> Tensor:
+    def _master(self, name: str, parameter: Tensor) -> Tensor | Split:
         low = self._low.get(name)
-        return parameter if low is None else like(join_fp32(local(parameter), low), parameter)
+        return parameter if low is None else Split(parameter, like(low, parameter))
 
     @staticmethod
     def _gradient(parameter: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ import trainer_runs
 from layout_runs import relative_error
 from torch.distributed.checkpoint import FileSystemWriter
 
+from kernels.adamw import join_fp32, split_fp32
 from moe_titan.checkpoint import CheckpointError, Found, Progress, SaveError, complete_steps
 from moe_titan.checkpoint.folder import RunFolder
 from moe_titan.checkpoint.reader import StoredRun
 from moe_titan.checkpoint.saver import Saver
 from moe_titan.inputs import read_inputs
 from moe_titan.trainer import Trainer
-from parallelisms.sharding_plan import local
 
 LAYOUT = {"dp_shard": 1}
 
@@ -56,10 +57,9 @@ def _scramble(trainer: Trainer) -> None:
     """Nothing that is not loaded is right by chance."""
     optimizer = trainer.engine.optimizer
     with torch.no_grad():
-        masters = optimizer.masters()
-        for tensor in (*masters.values(), *(moment for _, _, moment in optimizer.moments())):
-            local(tensor).fill_(float("nan"))
-        optimizer.load_masters(masters)
+        for name in optimizer.parameters:
+            for tensor in optimizer.tensors(name):
+                tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
         for _, count in optimizer.step_counts():
             count.fill_(-1)
         for name, buffer in trainer.engine.model.named_buffers():
@@ -281,6 +281,29 @@ def failing_background_run(arguments: list[str], step: int) -> tuple[str, int, s
     except SaveError as error:
         return str(error), trainer.step, complete_steps(Path(trainer.config.job.dump_folder) / "checkpoint")
     raise AssertionError("the run did not fail")
+
+
+def most_made_at_once(arguments: list[str]) -> tuple[int, int]:
+    """A run: how many whole fp32 tensors were made of split ones or were to be split, and how many there were at once."""
+    alive: list[weakref.ref] = []
+    counts: list[int] = []
+
+    def watched(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*args: Any) -> torch.Tensor:
+            result = function(*args)
+            whole = result if isinstance(result, torch.Tensor) else args[0]
+            alive.append(weakref.ref(whole))
+            counts.append(sum(one() is not None for one in alive))
+            return result
+
+        return call
+
+    with (
+        patch("parallelisms.split_weights.join_fp32", watched(join_fp32)),
+        patch("moe_titan.checkpoint.deferred.split_fp32", watched(split_fp32)),
+    ):
+        trainer_runs.run(arguments)
+    return len(counts), max(counts)
 
 
 def save_plain(path: Path, state: dict[str, Any]) -> None:

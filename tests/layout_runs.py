@@ -1,7 +1,7 @@
 """What the layout tests run on every rank, and how two runs are compared."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from moe_titan.data import MicroBatch
 from moe_titan.engine import Engine, TrainOptions
 from parallelisms.folded_mesh import Layout
-from parallelisms.sharding_plan import local, logical_tensors
+from parallelisms.sharding_plan import like, local, logical_tensors
+from parallelisms.split_weights import Split
 
 # A norm that clipping acts on: the tiny models' gradients have norms of about 0.5.
 CLIPPED = TrainOptions(max_norm=0.2)
@@ -26,8 +27,13 @@ def full(tensor: torch.Tensor) -> np.ndarray:
 
 def full_parameters(engine: Engine) -> dict[str, np.ndarray]:
     """Whole parameters under torchtitan's names."""
-    masters = engine.optimizer.masters()
-    return {logical: full(part) for name, master in masters.items() for logical, part in logical_tensors(name, master)}
+    return {logical: full(part) for name, master in whole_masters(engine) for logical, part in logical_tensors(name, master)}
+
+
+def whole_masters(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters in their full precision; of split ones copies."""
+    for name, master in engine.optimizer.masters().items():
+        yield name, like(master.join(), master.high) if isinstance(master, Split) else master
 
 
 def full_gradients(engine: Engine) -> dict[str, np.ndarray]:
@@ -100,7 +106,7 @@ def train_counting_graphs(model, layout: Layout, options: TrainOptions, steps: i
 
 def shard_digests(engine: Engine) -> dict[tuple, str]:
     """Hashes of what this rank holds; the same key on two ranks means that they are replicas of each other."""
-    held = {("parameter", name): master for name, master in engine.optimizer.masters().items()}
+    held = {("parameter", name): master for name, master in whole_masters(engine)}
     held |= {(moment, name): tensor for name, moment, tensor in engine.optimizer.moments()}
     digests = {(*key, _place(t)): _digest(local(t)) for key, t in held.items()}
     return digests | {("bias", name): _digest(torch.from_numpy(b)) for name, b in biases(engine).items()}

@@ -3,12 +3,13 @@
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from moe_titan.checkpoint.compare import check
+from moe_titan.checkpoint.deferred import as_written
 from moe_titan.checkpoint.errors import CheckpointError
 from moe_titan.checkpoint.folder import Found, RunFolder, run_folder
 from moe_titan.checkpoint.reader import StoredRun
@@ -54,6 +55,7 @@ class Checkpointer:
             folder.clean()
         layout = asdict(engine.mesh.layout)
         self._saver = Saver(folder, settings.async_mode, settings.checksums, layout, engine.device)
+        engine.optimizer.before_change = self._saver.hold
         self._requests = Requests(settings.interval_minutes)
 
     def due(self, step: int, last: bool) -> Due:
@@ -85,11 +87,12 @@ class Checkpointer:
             SaveError: this save has failed, or the one before.
         """
         with self._state.engine.placement.by_number():
-            masters = self._state.engine.optimizer.masters()
-            if last and self.settings.last_save_model_only:
-                state = self._state.model(masters, DTYPES[self.settings.export_dtype])
-            else:
-                state = self._state.model(masters) | self._state.run(progress) | self._state.for_torchtitan(progress, next_lr)
+            alone = last and self.settings.last_save_model_only
+            dtype = DTYPES[self.settings.export_dtype] if alone else None
+            state: dict[str, Any] = {key: as_written(value, dtype) for key, value in self._state.parameters().items()}
+            state |= self._state.buffers()
+            if not alone:
+                state |= self._state.run(progress) | self._state.for_torchtitan(progress, next_lr)
             names = to_dialect(state, self.settings.dialect)
             self._saver.write(progress.step, {names[key]: value for key, value in state.items()}, wait)
         self._requests.saved()
@@ -106,8 +109,7 @@ class Checkpointer:
 
     def _load(self, path: Path, model_only: bool) -> Progress:
         stored = StoredRun(path, self.settings.checksums)
-        masters = self._state.engine.optimizer.masters()
-        state = self._state.model(masters)
+        state: dict[str, Any] = self._state.parameters() | self._state.buffers()
         if not model_only:
             if "train_state.step" not in stored.entries:
                 raise CheckpointError(
@@ -118,7 +120,7 @@ class Checkpointer:
             state |= self._state.wanted(stored.entries)
         check(state, stored.entries, path, whole=not model_only)
         stored.load(state)
-        self._state.restore_model(state, masters)
+        self._state.restore_buffers(state)
         if model_only:
             logger.info("starting with the model of %s", path)
             return Progress()

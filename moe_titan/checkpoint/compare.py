@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moe_titan.checkpoint.errors import CheckpointError
 from moe_titan.interchange.dcp import RUN_STATE
+from parallelisms.split_weights import Split
 
 LISTED = 5
 
@@ -33,7 +34,7 @@ def check(state: Mapping[str, Any], saved: Mapping[str, Any], path: Path, whole:
     pairs = [
         (key, value, entry)
         for key, value in sorted(state.items())
-        if isinstance(value, Tensor) and isinstance(entry := saved.get(key), TensorStorageMetadata)
+        if isinstance(value, Tensor | Split) and isinstance(entry := saved.get(key), TensorStorageMetadata)
     ]
     differences = {
         "missing": sorted(state.keys() - saved.keys()),

@@ -9,10 +9,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from moe_titan.checkpoint.deferred import SplittingLoadPlanner
 from moe_titan.checkpoint.errors import CheckpointError, first_cause
 from moe_titan.checkpoint.folder import previous
 from moe_titan.interchange import InterchangeError
-from moe_titan.interchange.dcp import LoadPlanner
 from moe_titan.interchange.dialects import to_dialect
 from moe_titan.interchange.manifest import damage, read_manifest, recorded_files
 from moe_titan.interchange.metadata import read_metadata
@@ -45,15 +45,14 @@ class StoredRun:
         self.entries = {key: entries[stored] for key, stored in self._stored.items()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Fills in ``state``: tensors are written into, other values replaced.
+        """Fills in ``state``: tensors, split ones too, are written into, other values replaced.
 
         Raises:
             CheckpointError: it cannot be read, and some of the tensors may have been written.
         """
-        planner = LoadPlanner()
-        wanted = {self._stored[key]: value for key, value in state.items()}
+        planner = SplittingLoadPlanner({self._stored[key]: value for key, value in state.items()})
         try:
-            dcp.load(wanted, storage_reader=_Reader(self.path, self._metadata), planner=planner)
+            dcp.load(planner.state, storage_reader=_Reader(self.path, self._metadata), planner=planner)
         except CheckpointException as error:
             raise self._damaged(f"it cannot be read ({first_cause(error)})") from error
         state |= {key: planner.objects[self._stored[key]] for key in state if self._stored[key] in planner.objects}

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from moe_titan.checkpoint.deferred import SavePlanner
 from moe_titan.checkpoint.errors import SaveError, first_cause
 from moe_titan.checkpoint.folder import RunFolder, complete_steps
 from moe_titan.checkpoint.staging import Staging
@@ -57,10 +58,14 @@ class Saver:
         self.settle()
         staged = self._background and not wait
         writer = Writer(self._folder.aside(step), self._layout, self._checksums, staged, commit=lambda: self._folder.commit(step))
-        state = self._staging.copy(state) if staged else state
-        self._current = _Save(step, self._thread.submit(dcp.save, state, storage_writer=writer, process_group=self._group))
+        planner = SavePlanner(self._staging.copy(state) if staged else state)
+        self._current = _Save(step, self._thread.submit(self._save, planner, writer, self._group))
         if not staged:
             self.settle()
+
+    def hold(self) -> None:
+        """To be called before anything that is being saved changes on the device."""
+        self._staging.hold()
 
     def settle(self) -> None:
         """Waits for the save that is under way, if any.
@@ -84,6 +89,10 @@ class Saver:
             "the cause is gone: free space or grant permission there, keep fewer steps with checkpoint.keep_latest_k, or "
             "choose another job.dump_folder or checkpoint.folder"
         ) from (None if _from_outside(error) else error)
+
+    def _save(self, planner: SavePlanner, writer: Writer, group: dist.ProcessGroup) -> None:
+        self._staging.wait()
+        dcp.save(planner.state, storage_writer=writer, planner=planner, process_group=group)
 
     @cached_property
     def _group(self) -> dist.ProcessGroup:

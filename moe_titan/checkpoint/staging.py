@@ -1,11 +1,12 @@
 """A copy of a state in host memory, from which it is written while training goes on."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from moe_titan.checkpoint.deferred import Deferred, placed_like
 from parallelisms.sharding_plan import local
 
 _ALIGNMENT = 64
@@ -14,7 +15,8 @@ _ALIGNMENT = 64
 class Staging:
     """Copies states whose tensors are alike from one call to the next.
 
-    All of a rank's shards lie in one block, so that it is pinned at once and without the rounding of PyTorch's allocator.
+    All of a rank's shards lie in one block, so that it is pinned at once and without the rounding of PyTorch's allocator. A GPU
+    copies on a stream of its own, into pinned memory while it computes.
 
     Args:
         keep: keep the block from one state to the next, pinned where there is a GPU.
@@ -23,23 +25,37 @@ class Staging:
     def __init__(self, keep: bool):
         self._keep = keep
         self._block: Tensor | None = None
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     @torch.no_grad()
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state with its tensors in host memory, where they stay as they are until the next call."""
-        shards = {key: local(value) for key, value in state.items() if isinstance(value, Tensor)}
-        block = self._block_of(sum(_room(shard) for shard in shards.values()))
+        """The state with its tensors in host memory: there from the end of :meth:`wait` on, and until the next call.
+
+        What is copied must not change before :meth:`hold`.
+        """
+        tensors = {key: _deferred(value) for key, value in state.items() if isinstance(value, Tensor | Deferred)}
+        block = self._block_of(sum(map(_room, tensors.values())))
+        self._copied = state  # Memory of the other stream must not be used again before it has been read.
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
         staged, offset = dict(state), 0
-        for key, shard in shards.items():
-            copy = block[offset : offset + shard.nbytes].view(shard.dtype).view(shard.shape)
-            copy.copy_(shard, non_blocking=True)
-            offset += _room(shard)
-            value = state[key]
-            # DTensor.from_local would take it back to the mesh's device.
-            staged[key] = DTensor(copy, value._spec, requires_grad=False) if isinstance(value, DTensor) else copy
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            for key, tensor in tensors.items():
+                copy = block[offset : offset + tensor.nbytes].view(tensor.dtype).view(local(tensor.placed).shape)
+                copy.copy_(tensor.make(), non_blocking=True)
+                staged[key] = placed_like(copy, tensor.placed)
+                offset += _room(tensor)
         return staged
+
+    def wait(self) -> None:
+        """Until all has been copied."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def hold(self) -> None:
+        """Lets what the GPU is given from now on begin when all has been copied."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def _block_of(self, size: int) -> Tensor:
         if self._block is not None and len(self._block) >= size:
@@ -50,8 +66,12 @@ class Staging:
         return block
 
 
-def _room(shard: Tensor) -> int:
-    return -(-shard.nbytes // _ALIGNMENT) * _ALIGNMENT
+def _deferred(value: Tensor | Deferred) -> Deferred:
+    return value if isinstance(value, Deferred) else Deferred(value, value.dtype, partial(local, value))
+
+
+def _room(tensor: Deferred) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _pinned(block: Tensor) -> Tensor:

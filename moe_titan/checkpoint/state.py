@@ -16,6 +16,7 @@ from moe_titan.checkpoint.errors import CheckpointError
 from moe_titan.data import DataLoader
 from moe_titan.engine import Engine
 from parallelisms.sharding_plan import logical_tensors
+from parallelisms.split_weights import Split
 
 if TYPE_CHECKING:
     from moe_titan.config import Config
@@ -48,16 +49,21 @@ class RunState:
     def __init__(self, config: "Config", engine: Engine, data: DataLoader):
         self.config, self.engine, self.data = config, engine, data
 
-    def model(self, masters: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Parameters, in ``dtype`` if given, and copies of the persistent buffers."""
-        names = {parameter: name for name, parameter in self.engine.optimizer.parameters.items()}
+    def parameters(self) -> dict[str, Tensor | Split]:
+        """Sharing storage."""
+        optimizer = self.engine.optimizer
+        names = {parameter: name for name, parameter in optimizer.parameters.items()}
+        masters = optimizer.masters()
+        state: dict[str, Tensor | Split] = {}
         # Tied parameters stand under each of their names.
-        every = self.engine.model.named_parameters(remove_duplicate=False)
-        parameters = {name: masters[names[parameter]] for name, parameter in every}
-        if dtype is not None:
-            parameters = {name: p.to(dtype) for name, p in parameters.items()}
-        state = {logical: part for name, p in parameters.items() for logical, part in logical_tensors(name, p)}
-        return state | {name: buffer.clone() for name, buffer in self._buffers()}
+        for name, parameter in self.engine.model.named_parameters(remove_duplicate=False):
+            master = masters[names[parameter]]
+            state |= master.logical(name) if isinstance(master, Split) else logical_tensors(name, master)
+        return state
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of the persistent ones."""
+        return {name: buffer.clone() for name, buffer in self._buffers()}
 
     def run(self, progress: Progress) -> dict[str, Any]:
         """Everything but the model that this project needs to continue."""
@@ -110,9 +116,8 @@ class RunState:
                 state |= {f"optimizer.param_groups.{logical}.{key}": value for key, value in group.items()}
         return state
 
-    def restore_model(self, state: dict[str, Any], masters: dict[str, Tensor]) -> None:
-        """Puts back what has been loaded into :meth:`model`."""
-        self.engine.optimizer.load_masters(masters)
+    def restore_buffers(self, state: dict[str, Any]) -> None:
+        """Puts back what has been loaded into :meth:`buffers`."""
         for name, buffer in self._buffers():
             buffer.copy_(state[name])
 

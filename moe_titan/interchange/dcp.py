@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from moe_titan.interchange.dialects import dialect_of, to_dialect
+from moe_titan.interchange.manifest import checksum, read_manifest
 from moe_titan.interchange.metadata import METADATA, read_metadata
 from moe_titan.interchange.tensors import InterchangeError, LastRead, Lazy, Parts, shape_of
 
@@ -164,6 +165,8 @@ def write_in_dialect(source: Checkpoint, target: Path, dialect: str) -> None:
         _link_or_copy(source.path / file, target / file)
     with (target / METADATA).open("wb") as stream:
         pickle.dump(metadata, stream)
+    if (manifest := read_manifest(source.path)) is not None:
+        replace(manifest, files=manifest.files | {METADATA: checksum(target / METADATA)}).write(target)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

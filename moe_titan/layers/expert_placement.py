@@ -77,6 +77,7 @@ class ExpertPlacement:
     @torch.no_grad()
     def _move(self, name: str, wanted: list[int]) -> None:
         moe, parameters = self._layers[name]
+        self._optimizer.before_change()
         held = [tensor for parameter in parameters for tensor in self._optimizer.tensors(parameter)]
         _exchange(held, self._now[name], wanted, _homes(len(wanted), self._ep, self._shards), self._group)
         is_sorted = wanted == sorted(wanted)

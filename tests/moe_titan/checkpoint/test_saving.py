@@ -115,6 +115,18 @@ def test_a_checkpoint_of_a_step_that_was_repeated(pool, corpus, tmp_path) -> Non
         assert [record[key] for record in records(bounded)] == [record[key] for record in records(unbounded)]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_split_weights_are_made_whole_one_at_a_time(pool, corpus, tmp_path, mode) -> None:
+    """Neither a save nor a load holds a second copy of the weights; elsewhere resuming with them is compared bitwise."""
+    settings = {"training.mixed_precision_param": "bfloat16", "checkpoint.async_mode": mode, "training.steps": 2}
+    argv = arguments(corpus, tmp_path, MODELS["deepseek"], settings, {"checkpoint.interval": 1})
+    for _ in range(2):  # The second run loads.
+        [(whole, most_at_once)] = pool.run(1, checkpoint_runs.most_made_at_once, argv, group=False)
+        assert whole > 40
+        assert most_at_once <= 2, "one that is written and the next"
+        argv += ["--training.steps=3"]
+
+
 def test_the_manifest_tells_layout_and_files(straight) -> None:
     path = straight[0] / "checkpoint" / "step-6"
     manifest = read_manifest(path)
