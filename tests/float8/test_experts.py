@@ -1,5 +1,8 @@
 """The experts' FP8 products beside the emulated ones, in bf16; on the CPU the references of their kernels compute them."""
 
+from collections.abc import Callable
+
+import float8_rows
 import pytest
 import torch
 from torch import Tensor
@@ -114,3 +117,78 @@ def test_nothing_to_compute(recipe) -> None:
     out = expert_mlp(x_ND, w13, w2, weights_P, index, index.view(0, 1), torch.zeros(2).int(), False, products(recipe)[0])
     out.sum().backward()
     assert out.shape == (0, 256) and not w13.grad.any() and not w2.grad.any()
+
+
+def move_bits(x: Tensor, share: float) -> Tensor:
+    """Moves that share of bf16 numbers to a neighbour."""
+    step = torch.randint(0, 2, x.shape).mul(2).sub(1) * (torch.rand(x.shape) < share)
+    return torch.where(x == 0, x, (x.contiguous().view(torch.int16) + step.short()).view(torch.bfloat16))
+
+
+class Disturbed(EmulatedProducts):
+    """Products whose results change in their last bit in one element of ten."""
+
+    def output(self, *operands: Tensor) -> Tensor:
+        return move_bits(super().output(*operands), 0.1)
+
+    def input_grad(self, *operands: Tensor) -> Tensor:
+        return move_bits(super().input_grad(*operands), 0.1)
+
+    def weight_grad(self, *operands: Tensor) -> Tensor:
+        return move_bits(super().weight_grad(*operands), 0.1)
+
+
+class Wrong(Float8Products):
+    """Products one of whose operands is what ``mistake`` makes of it."""
+
+    def __init__(self, recipe: str, method: str, mistake: Callable) -> None:
+        super().__init__(recipe == "blockwise", False)
+        original = getattr(self, method)
+        setattr(self, method, lambda *arguments: mistake(original(*arguments)))
+
+
+def next_block(operand: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return operand[0].view(torch.uint8).roll(128, 1).view(operand[0].dtype), operand[1]
+
+
+def swapped_scales(operand: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return operand[0], operand[1].roll(1, 0)
+
+
+def wrong_row(result: Tensor) -> Tensor:
+    return result.index_copy(0, torch.tensor([200]), result[201:202])
+
+
+def wrong_scale_of_a_row(operand: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    scale = operand[1].clone()
+    scale[..., 200] *= 2
+    return operand[0], scale
+
+
+def wrong_column(result: Tensor) -> Tensor:
+    result[4, ..., 7] *= 1.25
+    return result
+
+
+MISTAKES = [
+    ("rows", next_block),
+    ("rows", wrong_scale_of_a_row),
+    ("swiglu", swapped_scales),
+    ("swiglu", wrong_scale_of_a_row),
+    ("output", wrong_row),
+    ("input_grad", wrong_row),
+    ("weight_grad", wrong_column),
+    ("weight_grad_of_tokens", wrong_column),
+]
+
+
+@RECIPE
+def test_comparison_by_rows_tells_mistakes_from_roundings(recipe) -> None:
+    """What tests on a GPU compare with."""
+    arguments = float8_rows.inputs(512, 384, [1, 0, 7, 127, 129, 60], "cpu")
+    emulated = EmulatedProducts(RECIPES[recipe])
+    expected = float8_rows.run(emulated, *arguments)
+    assert not float8_rows.differing(float8_rows.run(Float8Products(recipe == "blockwise", False), *arguments), expected)
+    assert not float8_rows.differing(float8_rows.run(Disturbed(RECIPES[recipe]), *arguments), expected)
+    for method, mistake in MISTAKES:
+        assert float8_rows.differing(float8_rows.run(Wrong(recipe, method, mistake), *arguments), expected), (method, mistake)

@@ -1,5 +1,6 @@
 """FP8 on Hopper: every kernel against its reference in poisoned memory, and the experts against the emulated recipe."""
 
+import float8_rows
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +9,6 @@ from benchmarks.moe_layer import relative_error
 from float8.experts import EmulatedProducts, Float8Products
 from float8.recipes import RECIPES
 from kernels import grouped_mm_fp8, quantize, swiglu_fp8
-from kernels.expert_mlp import expert_mlp
 
 GROUPS = [1, 0, 7, 127, 129, 16, 0, 300, 513]
 RECIPE = pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
@@ -108,27 +108,12 @@ def test_products(poisoned, recipe, N, K) -> None:
 @pytest.mark.parametrize("wide_grad", [False, True])
 def test_experts_equal_emulated_ones(poisoned, recipe, wide_grad) -> None:
     """Twice the same bits, without waiting for the device."""
-    D, F, E, R = 512, 384, len(GROUPS), sum(GROUPS)
-    N = R // 2 + 9
-    pair_R = torch.cat((torch.randperm(2 * N)[:R], torch.full((5,), -1))).int().cuda()
-    row_P = torch.full((2 * N,), -1, dtype=torch.int32, device="cuda")
-    row_P[pair_R[:R].long()] = torch.arange(R, dtype=torch.int32, device="cuda")
-    values = [randn(N, D), randn(E, 2, F, D) / 16, randn(E, D, F) / 16, torch.rand(2 * N, device="cuda")]
-    values[0][3, 3], grad_RD = 1e4, randn(R + 5, D)
-    grad_RD[R:] = torch.nan
-    index = pair_R, row_P.view(N, 2), ends_of(GROUPS)
-
-    def run(products) -> list[Tensor]:
-        leaves = [value.clone().requires_grad_() for value in values]
-        out_RD = expert_mlp(*leaves, *index, False, products)
-        out_RD.backward(grad_RD)
-        return [out_RD[:R].detach(), *(leaf.grad for leaf in leaves)]
-
-    expected, kernels = run(EmulatedProducts(RECIPES[recipe], wide_grad)), Float8Products(recipe == "blockwise", wide_grad)
-    first = poisoned(run, kernels)
+    arguments = float8_rows.inputs(512, 384, GROUPS, "cuda")
+    expected = float8_rows.run(EmulatedProducts(RECIPES[recipe], wide_grad), *arguments)
+    kernels = Float8Products(recipe == "blockwise", wide_grad)
+    first = poisoned(float8_rows.run, kernels, *arguments)
     torch.cuda.set_sync_debug_mode("error")
-    second = run(kernels)
+    second = float8_rows.run(kernels, *arguments)
     torch.cuda.set_sync_debug_mode("default")
     assert all(map(torch.equal, first, second))
-    for actual, wanted in zip(first, expected, strict=True):
-        assert relative_error(actual, wanted) < 1e-2
+    assert not float8_rows.differing(first, expected)
