@@ -1,15 +1,17 @@
 """One MoE layer, router to combine, on one GPU: time, kernel launches, memory and numbers, beside the layers of other trainers.
 
-python benchmarks/moe_layer.py [--shapes qwen3,v3,...] [--peers torchtitan,...] [--skew] [--verbose] [--out FOLDER]
+python benchmarks/moe_layer.py [--shapes qwen3,v3,...] [--peers torchtitan,...] [--recipes rowwise,...] [--skew] [--verbose]
+    [--out FOLDER]
 
 Every layer has the same weights and input: bf16 experts and tokens, random data, natural routing from a random gate
-(softmax, normalised over the K, no shared experts). Peers keep their gate in bf16, as they train it; ours is fp32. Times are
-medians by CUDA events with a cold L2. FLOPs: 6 R D F forward and 12 R D F backward, R = T K. The table comes last;
-everything is also written to OUT/moe_layer.json.
+(softmax, normalised over the K, no shared experts). Peers keep their gate in bf16, as they train it; ours is fp32. `--recipes`
+adds ours with experts in FP8, the quantisation of weights included. Times are medians by CUDA events with a cold L2. FLOPs:
+6 R D F forward and 12 R D F backward, R = T K. The table comes last; everything is also written to OUT/moe_layer.json.
 """
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from triton.testing import do_bench
 
 from benchmarks import environment
 from benchmarks.moe_peers import PEERS, moe_args
+from float8.convert import Float8Options, expert_products
 from kernels.expert_mlp import expert_mlp_reference
 from kernels.route import route_reference
 from kernels.sort import sort_pairs_reference
@@ -35,7 +38,9 @@ from moe_titan.layers.moe import MoE
 from parallelisms.routing import RoutingTape
 
 ROOT = Path(__file__).resolve().parents[1]
-LAUNCHES = (10, 18)  # at most, forward and backward
+LAUNCHES = (10, 18)  # at most, forward and backward, in bf16
+RECIPES = ("rowwise", "blockwise")
+ERRORS = {"bf16": 1e-2, "FP8": 0.1}  # at most; E4M3 rounds by 2.6 % in the mean, and a gradient is four roundings deep
 MIB = 2**20
 
 
@@ -275,13 +280,15 @@ def failures(entry: dict[str, Any]) -> list[str]:
         return [entry["error"]]
     checks, launches = entry["checks"], (len(entry["forward_kernels"]), len(entry["backward_kernels"]))
     formula = SHAPES[entry["shape"]].saved_bytes()
+    low_precision = entry["run"].removeprefix("ours, ") in RECIPES
+    most, limits = (ERRORS["FP8"], (math.inf, math.inf)) if low_precision else (ERRORS["bf16"], LAUNCHES)
     kept = {
         "two runs differ": checks["repeats_bitwise"],
         f"waits for the device: {checks['waits_for_device']}": checks["waits_for_device"] is None,
         "CUDA graph differs from eager": checks["graph_equals_eager"],
         f"router agrees with fp64 on {checks['router_agreement']:.4%}": checks["router_agreement"] > 0.999,
-        f"errors against fp64 {checks['errors']}": max(checks["errors"].values()) < 1e-2,
-        f"launches {launches} of at most {LAUNCHES}": all(0 < n <= most for n, most in zip(launches, LAUNCHES, strict=True)),
+        f"errors against fp64 {checks['errors']}": max(checks["errors"].values()) < most,
+        f"launches {launches} of at most {limits}": all(0 < n <= limit for n, limit in zip(launches, limits, strict=True)),
         f"saves {entry['saved_bytes']:,} bytes, by formula {formula:,}": abs(entry["saved_bytes"] / formula - 1) < 0.01,
     }
     return [what for what, holds in kept.items() if not holds]
@@ -294,8 +301,10 @@ def load(layer: MoE, x: Tensor) -> dict[str, float]:
     return {"largest": counts_E.max().item() / x.shape[1], "empty": (counts_E == 0).double().mean().item()}
 
 
-def run_ours(name: str, skew: str | None) -> dict[str, Any]:
+def run_ours(name: str, skew: str | None = None, recipe: str | None = None) -> dict[str, Any]:
     layer, x, grad = build(SHAPES[name])
+    if recipe is not None:
+        layer.experts.products = expert_products(recipe, Float8Options())
     if skew is not None:
         SKEWS[skew](layer, x)
     result = asdict(measure(layer, x, grad, SHAPES[name]))
@@ -387,6 +396,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help=f"drawn from {', '.join(SHAPES)}")
     parser.add_argument("--peers", default=",".join(PEERS), help=f"drawn from {', '.join(PEERS)}; empty for none")
+    parser.add_argument("--recipes", default="", help=f"ours with FP8 experts, too: drawn from {', '.join(RECIPES)}")
     parser.add_argument("--skew", action="store_true", help="ours under skewed loads, too")
     parser.add_argument("--verbose", action="store_true", help="list every kernel and its time")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs/benchmarks/moe_layer", help="folder for the results")
@@ -394,7 +404,10 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.shapes = options.shapes.split(",")
     options.peers = [peer for peer in options.peers.split(",") if peer]
-    for key, chosen, known in (("shapes", options.shapes, SHAPES), ("peers", options.peers, PEERS)):
+    options.recipes = [recipe for recipe in options.recipes.split(",") if recipe]
+    known_of = {"shapes": SHAPES, "peers": PEERS, "recipes": RECIPES}
+    for key, known in known_of.items():
+        chosen = getattr(options, key)
         if unknown := set(chosen) - set(known):
             parser.error(f"--{key}: unknown {', '.join(unknown)}; choose from {', '.join(known)}")
     return options
@@ -407,7 +420,8 @@ def main(argv: list[str]) -> int:
         return 2
     report = environment.report(["python", "benchmarks/moe_layer.py", *argv], options.commit)
     # Ours first and the slow compilations last, so that a run cut short has lost the least.
-    runs: dict[str, Callable[[str], dict[str, Any]]] = {"ours": partial(run_ours, skew=None)}
+    runs: dict[str, Callable[[str], dict[str, Any]]] = {"ours": run_ours}
+    runs |= {f"ours, {recipe}": partial(run_ours, recipe=recipe) for recipe in options.recipes}
     if options.skew:
         runs |= {f"ours, {skew}": partial(run_ours, skew=skew) for skew in SKEWS}
     runs |= {peer: partial(run_peer, peer=peer) for peer in options.peers}

@@ -6,9 +6,10 @@ python benchmarks/train_step.py --shape A|B [--gpus 2] [--layers N] [--routing f
 Shape A is train_configs/qwen3_30b_a3b_12l.toml, shape B train_configs/deepseek_v3_16b_12l.toml, of 12 layers each; on one
 GPU both have 4 unless `--layers` says otherwise. A run is `ours` or `torchtitan`, with the experts spread over all GPUs and
 attention data parallel over them; suffixes say otherwise, as in `ours-tp2-ep4-etp2`: `-epN` experts over groups of N, `-etpN`
-each expert over N, `-tpN` attention tensor parallel over N at the same global batch, `-dprN` N replicas (HSDP). Routing is
-natural or forced: every expert gets as many tokens. What follows `--` goes to our runs alone. Results are printed and written
-to OUT/train_step.json.
+each expert over N, `-tpN` attention tensor parallel over N at the same global batch, `-dprN` N replicas (HSDP), and for ours
+`-rowwise` or `-blockwise` FP8, which is the experts' recipe; linear layers are rowwise in both. Routing is natural or forced:
+every expert gets as many tokens. What follows `--` goes to our runs alone. Results are printed and written to
+OUT/train_step.json.
 """
 
 import argparse
@@ -34,7 +35,8 @@ from moe_titan.flops import peak_flops, train_flops_per_token
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {"A": "train_configs/qwen3_30b_a3b_12l.toml", "B": "train_configs/deepseek_v3_16b_12l.toml"}
-RUN = re.compile(r"(?P<engine>ours|torchtitan)(-tp(?P<tp>\d+))?(-dpr(?P<dpr>\d+))?(-ep(?P<ep>\d+))?(-etp(?P<etp>\d+))?")
+DEGREES = r"(-tp(?P<tp>\d+))?(-dpr(?P<dpr>\d+))?(-ep(?P<ep>\d+))?(-etp(?P<etp>\d+))?"
+RUN = re.compile(rf"(?!torchtitan.*wise)(?P<engine>ours|torchtitan){DEGREES}(-(?P<float8>rowwise|blockwise))?")
 WARMUP_STEPS = 10
 LOG_FREQ = 5  # a logged throughput is the mean over so many steps
 PROFILER = {"profiler_warmup": LOG_FREQ - 2, "profiler_active": 2}  # the last window, which is then not timed
@@ -65,7 +67,7 @@ def our_flags(run: str, options: argparse.Namespace) -> list[str]:
     """The command line of one of our runs; a torchtitan run gets the same settings from the same flags."""
     parts = RUN.fullmatch(run)
     assert parts is not None
-    degrees = {name: int(value) for name, value in parts.groupdict().items() if value and name != "engine"}
+    degrees = {name: int(value) for name, value in parts.groupdict().items() if value and value.isdecimal()}
     flags = {
         "config": SHAPES[options.shape],
         "job.dump_folder": options.out / run,
@@ -80,6 +82,8 @@ def our_flags(run: str, options: argparse.Namespace) -> list[str]:
         flags["parallelism.expert_tensor_parallel_degree"] = etp
     if dpr := degrees.get("dpr"):
         flags["parallelism.data_parallel_replicate_degree"] = dpr
+    if parts["float8"]:
+        flags |= {"float8.recipe": "rowwise", "float8.expert_recipe": parts["float8"]}
     if options.layers:
         flags["model.overrides.n_layers"] = options.layers
     if options.profile:
@@ -244,7 +248,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     options.runs = options.runs.split(",")
     options.out = (options.out or ROOT / f"outputs/benchmarks/train_step_{options.shape}").absolute()
     if unknown := [run for run in options.runs if not RUN.fullmatch(run)]:
-        what = "ours or torchtitan, then -tpN, -dprN, -epN, -etpN as wanted, in this order"
+        what = "ours or torchtitan, then -tpN, -dprN, -epN, -etpN as wanted, in this order, and for ours -rowwise or -blockwise"
         parser.error(f"--runs: unknown {', '.join(unknown)}; a run is {what}")
     if len(set(options.runs)) < len(options.runs):
         parser.error("--runs: name each run once")

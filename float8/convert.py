@@ -118,13 +118,19 @@ def _untiled(module: nn.Module, recipe: str, expert_tensor_parallel_degree: int)
 
 def _convert_module(model: nn.Module, name: str, module: nn.Module, recipe: str, options: Float8Options) -> None:
     if not isinstance(module, nn.Linear):
-        wide_grad = options.expert_weight_grad_bf16
-        emulated = EmulatedProducts(RECIPES[recipe], wide_grad)
-        module.products = emulated if options.emulate else Float8Products(recipe == "blockwise", wide_grad)
+        module.products = expert_products(recipe, options)
         return
     linear = EmulatedLinear(module, RECIPES[recipe]) if options.emulate else _torchao_linear(module, recipe)
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, linear)
+
+
+def expert_products(recipe: str, options: Float8Options) -> Products:
+    """The grouped products of experts in a recipe."""
+    wide_grad = options.expert_weight_grad_bf16
+    if options.emulate:
+        return EmulatedProducts(RECIPES[recipe], wide_grad)
+    return Float8Products(recipe == "blockwise", wide_grad)
 
 
 def _torchao_linear(linear: nn.Linear, recipe: str) -> nn.Linear:

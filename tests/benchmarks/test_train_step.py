@@ -122,10 +122,20 @@ def test_layouts_train_on_the_same_global_batch(shape):
     assert (configs["ours"].optimizer.lr, configs["torchtitan"].optimizer.lr) == (1e-3, 3e-4)
 
 
+def test_runs_in_fp8():
+    chosen = options("--shape", "A", "--runs", "ours,ours-rowwise,ours-tp2-ep2-blockwise")
+    flags = {run: train_step.our_flags(run, chosen) for run in chosen.runs}
+    for run, expert_recipe in (("ours-rowwise", "rowwise"), ("ours-tp2-ep2-blockwise", "blockwise")):
+        at = flags[run].index("--float8.recipe")
+        assert flags[run][at : at + 4] == ["--float8.recipe", "rowwise", "--float8.expert_recipe", expert_recipe]
+    assert not any("float8" in flag for flag in flags["ours"])
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
         (["--runs", "ours,megatron"], "unknown megatron"),
+        (["--runs", "ours-blockwise,torchtitan-rowwise"], "unknown torchtitan-rowwise"),
         (["--runs", "ours,ours"], "each run once"),
         (["--steps", "15"], "at least 20"),
         (["--steps", "52"], "multiple of 5"),
