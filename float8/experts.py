@@ -1,10 +1,8 @@
 """The experts' grouped products in low precision: by kernels, and emulated."""
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
-from float8 import emulation
+from float8.grouped_emulation import grouped_input_grad, grouped_output, grouped_weight_grad
 from float8.recipes import Recipe
 from kernels.expert_mlp import HIGH_PRECISION, Operand, Products
 from kernels.grouped_mm_fp8 import grouped_mm_fp8, grouped_mm_fp8_weight_grad
@@ -75,30 +73,12 @@ class EmulatedProducts(Products):
         self.high_precision_weight_grad = high_precision_weight_grad
 
     def output(self, x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
-        out_RN = x_RK.new_zeros(len(x_RK), w_ENK.shape[1])
-        for expert, rows in _groups(offsets_E):
-            out_RN[rows] = emulation.output(self.recipe, x_RK[rows], w_ENK[expert])
-        return out_RN
+        return grouped_output(self.recipe, x_RK, w_ENK, offsets_E)
 
     def input_grad(self, grad_RN: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
-        grad_RK = grad_RN.new_zeros(len(grad_RN), w_ENK.shape[2])
-        for expert, rows in _groups(offsets_E):
-            grad_RK[rows] = emulation.input_grad(self.recipe, grad_RN[rows], w_ENK[expert])
-        return grad_RK
+        return grouped_input_grad(self.recipe, grad_RN, w_ENK, offsets_E)
 
     def weight_grad(self, grad_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
         if self.high_precision_weight_grad:
             return HIGH_PRECISION.weight_grad(grad_RN, x_RK, offsets_E)
-        grad_ENK = x_RK.new_zeros(len(offsets_E), grad_RN.shape[1], x_RK.shape[1])
-        for expert, rows in _groups(offsets_E):
-            grad_ENK[expert] = emulation.weight_grad(self.recipe, grad_RN[rows], x_RK[rows])
-        return grad_ENK
-
-
-def _groups(offsets_E: Tensor) -> Iterator[tuple[int, slice]]:
-    """Experts that have rows, and those rows."""
-    start = 0
-    for expert, end in enumerate(offsets_E.tolist()):
-        if end > start:
-            yield expert, slice(start, end)
-        start = end
+        return grouped_weight_grad(self.recipe, grad_RN, x_RK, offsets_E)

@@ -27,6 +27,13 @@ class Quantized(NamedTuple):
     scale: Tensor
 
 
+class Groups(NamedTuple):
+    """Rows of operands one below the other: ``index_M`` [M] int64 is the operand of each, out of ``count``."""
+
+    index_M: Tensor
+    count: int
+
+
 @dataclass(frozen=True)
 class Quantizer:
     """How one kind of operand is quantised.
@@ -41,46 +48,56 @@ class Quantizer:
     scale: Literal["fp32", "power of two", "e8m0", "e4m3"]
     stochastic: bool = False
 
-    def quantize(self, x_MK: Tensor, axis: int) -> Quantized:
+    def quantize(self, x_MK: Tensor, axis: int, groups: Groups | None = None) -> Quantized:
         """Quantises a matrix (any floating dtype, not empty) for a product that sums over dimension ``axis``.
 
-        Blocks at the edges may be partial. A block without a finite maximum becomes NaN.
+        Blocks at the edges may be partial. A block without a finite maximum becomes NaN. With ``groups`` the matrix is several
+        operands, in each of which whole blocks lie, and there is a scale for each row where all rows of an operand share one.
         """
-        blocks = _blocks(x_MK, self._block_sizes(x_MK, axis))
-        amax = blocks.abs().amax((1, 3), keepdim=True).float()
-        factor, scale = self._scales(amax)
+        size_m, size_k = self._block_sizes(x_MK, axis, groups)
+        blocks = _blocks(x_MK, (size_m, size_k))
+        # Not abs().amax(), which would write all of it once more.
+        amax = torch.linalg.vector_norm(blocks, torch.inf, (1, 3), keepdim=True).float()
+        blocks_of = groups and Groups(groups.index_M[::size_m], groups.count)
+        if self.rows_of_block(axis) is None:
+            amax = _largest(amax, blocks_of)
+        factor, scale = self._scales(amax, blocks_of)
         elements = self._round(blocks * factor)
         (m, size_m, k, size_k), (M, K) = blocks.shape, x_MK.shape
         return Quantized(elements.reshape(m * size_m, k * size_k)[:M, :K], scale.view(m, k))
 
-    def simulate(self, x_MK: Tensor, axis: int) -> Tensor:
+    def simulate(self, x_MK: Tensor, axis: int, groups: Groups | None = None) -> Tensor:
         """The matrix as the product sees it: quantised and multiplied out again, in fp32 (fp64 for fp64)."""
-        elements, scale = self.quantize(x_MK, axis)
+        elements, scale = self.quantize(x_MK, axis, groups)
         wide = torch.promote_types(x_MK.dtype, torch.float32)
-        sizes = self._block_sizes(x_MK, axis)
+        sizes = self._block_sizes(x_MK, axis, groups)
         blocks = _blocks(elements.to(wide), sizes) * scale[:, None, :, None]
         return blocks.flatten(2).flatten(0, 1)[: x_MK.shape[0], : x_MK.shape[1]]
 
-    def _block_sizes(self, x_MK: Tensor, axis: int) -> tuple[int, int]:
+    def rows_of_block(self, axis: int) -> int | None:
+        """None where a block has all rows."""
         across, along = self.block
-        size_m, size_k = (across, along) if axis == 1 else (along, across)
-        return size_m or x_MK.shape[0], size_k or x_MK.shape[1]
+        return across if axis == 1 else along
 
-    def _scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
+    def _block_sizes(self, x_MK: Tensor, axis: int, groups: Groups | None) -> tuple[int, int]:
+        size_m, size_k = self.block if axis == 1 else self.block[::-1]
+        return size_m or (len(x_MK) if groups is None else 1), size_k or x_MK.shape[1]
+
+    def _scales(self, amax: Tensor, groups: Groups | None) -> tuple[Tensor, Tensor]:
         """What elements are multiplied by before they are rounded, and what they stand for a multiple of: inverses, rounded."""
         largest = _MAX[self.element]
         if self.scale == "e8m0":
             scale = _ceil_power_of_two((amax / largest).clamp(min=2.0**-127)).clamp(max=2.0**127)
             return 1 / scale, scale
         if self.scale == "e4m3":
-            return self._two_level_scales(amax)
+            return self._two_level_scales(amax, _largest(amax.amax(2, keepdim=True), groups))
         factor = (largest / amax.double().clamp(min=_MIN_AMAX)).float()
         if self.scale == "power of two":
             factor = _floor_power_of_two(factor)
         return factor, 1 / factor
 
-    def _two_level_scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
-        tensor_scale = amax.amax() / (_MAX["e4m3"] * _MAX[self.element])
+    def _two_level_scales(self, amax: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        tensor_scale = largest / (_MAX["e4m3"] * _MAX[self.element])
         tensor_scale = torch.where(tensor_scale == 0, 1, tensor_scale)
         smallest = torch.finfo(torch.float8_e4m3fn).tiny
         scale = (amax / _MAX[self.element] / tensor_scale).clamp(smallest, _MAX["e4m3"]).to(torch.float8_e4m3fn).float()
@@ -150,6 +167,14 @@ def _blocks(x_MK: Tensor, sizes: tuple[int, int]) -> Tensor:
     return blocks.to(torch.promote_types(x_MK.dtype, torch.float32))
 
 
+def _largest(amax: Tensor, groups: Groups | None) -> Tensor:
+    """The largest over all rows of blocks [m, 1, k, 1], or for each row over those of its group."""
+    if groups is None:
+        return amax.amax(0, keepdim=True)
+    index = groups.index_M[:, None, None, None].expand_as(amax)
+    return amax.new_zeros(groups.count, *amax.shape[1:]).scatter_reduce(0, index, amax, "amax")[groups.index_M]
+
+
 def _floor_power_of_two(x: Tensor) -> Tensor:
     return x / (2 * torch.frexp(x).mantissa)
 
@@ -171,8 +196,13 @@ def _round_to_e2m1(values: Tensor, noise: Tensor | None) -> Tensor:
 
 def _noise(values: Tensor) -> Tensor:
     """A hash of each value and its place as a number uniform in [0, 1): no random state has to be saved to repeat a step."""
-    place = torch.arange(values.numel(), device=values.device).view_as(values)
-    bits = values.float().view(torch.int32).long() * 0x9E3779B1 + place * 0x85EBCA77 & 0xFFFFFFFF
+    place = torch.arange(values.numel(), dtype=torch.int32, device=values.device).view_as(values)
+    # int32 has the bits of unsigned numbers modulo 2^32 but for shifts, which must not copy the sign.
+    bits = values.float().view(torch.int32) * _signed(0x9E3779B1) + place * _signed(0x85EBCA77)
     for multiplier in (0x85EBCA6B, 0xC2B2AE35):
-        bits = (bits ^ bits >> 15) * multiplier & 0xFFFFFFFF
-    return ((bits ^ bits >> 16) >> 8).to(values.dtype) / 2**24
+        bits = (bits ^ bits >> 15 & 0x1FFFF) * _signed(multiplier)
+    return ((bits ^ bits >> 16 & 0xFFFF) >> 8 & 0xFFFFFF).to(values.dtype) / 2**24
+
+
+def _signed(bits: int) -> int:
+    return bits - 2**32 if bits >= 2**31 else bits

@@ -182,5 +182,15 @@ def test_rows_of_no_expert_do_not_leak(recipe) -> None:
     assert not results[0][0][23:].any() and not results[0][1][23:].any()
 
 
+@pytest.mark.parametrize("rows", [0, 9])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_token_for_any_expert(recipe, rows) -> None:
+    products, offsets = EmulatedProducts(RECIPES[recipe]), torch.zeros(3, dtype=torch.int32)
+    x, grad, w = torch.randn(rows, 32), torch.randn(rows, 48), torch.randn(3, 48, 32)
+    assert torch.equal(products.output(x, w, offsets), torch.zeros(rows, 48))
+    assert torch.equal(products.input_grad(grad, w, offsets), torch.zeros(rows, 32))
+    assert torch.equal(products.weight_grad(grad, x, offsets), torch.zeros(3, 48, 32))
+
+
 def error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
