@@ -4,7 +4,7 @@ from torch import Tensor
 
 from float8.grouped_emulation import grouped_input_grad, grouped_output, grouped_weight_grad
 from float8.recipes import Recipe
-from kernels.expert_mlp import HIGH_PRECISION, Operand, Products
+from kernels.expert_mlp import HIGH_PRECISION, Kept, Operand, Products
 from kernels.grouped_mm_fp8 import grouped_mm_fp8, grouped_mm_fp8_weight_grad
 from kernels.quantize import quantize_columns, quantize_rows, quantize_weights, spread_rows_fp8
 from kernels.swiglu_fp8 import weighted_swiglu_fp8, weighted_swiglu_fp8_backward
@@ -28,10 +28,10 @@ class Float8Products(Products):
         return weighted_swiglu_fp8(gate_up_R2F, weights_P, pair_R, num_rows, self.blockwise)
 
     def swiglu_backward(
-        self, grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
+        self, grad_RF: Tensor, kept: Kept, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
     ) -> tuple[Operand, Tensor, Tensor, Tensor]:
         grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF = weighted_swiglu_fp8_backward(
-            grad_RF, gate_up_R2F, weights_P, pair_R, num_rows, self.blockwise
+            grad_RF, kept.gate_up, weights_P, pair_R, num_rows, self.blockwise, kept.first
         )
         return (elements, scale), grad_gate_up_R2F.flatten(1, 2), grad_weights_P, act_RF
 

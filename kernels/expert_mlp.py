@@ -1,7 +1,7 @@
 """The experts' SwiGLU feed-forward over grouped rows as one differentiable function."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,13 @@ from kernels.permute import gather_sum, spread_rows
 from kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
 Operand = Any
+
+
+class Kept(NamedTuple):
+    """Pre-activations [.., 2, F] of rows that begin at row ``first``, or at 0 if it is None; see :mod:`kernels.stash`."""
+
+    gate_up: Tensor
+    first: Tensor | None = None
 
 
 class Products:
@@ -28,11 +35,13 @@ class Products:
         return weighted_swiglu(gate_up_R2F, weights_P, pair_R, num_rows)
 
     def swiglu_backward(
-        self, grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
+        self, grad_RF: Tensor, kept: Kept, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
     ) -> tuple[Operand, Tensor, Tensor, Tensor]:
         """Gradient of the pre-activations [R, 2 F] for :meth:`input_grad` and again for the weight gradient, gradient of the
         routing weights [P], activation [R, F]."""
-        grad_gate_up_R2F, grad_weights_P, act_RF = weighted_swiglu_backward(grad_RF, gate_up_R2F, weights_P, pair_R, num_rows)
+        grad_gate_up_R2F, grad_weights_P, act_RF = weighted_swiglu_backward(
+            grad_RF, kept.gate_up, weights_P, pair_R, num_rows, kept.first
+        )
         grad_gate_up = grad_gate_up_R2F.flatten(1, 2)
         return grad_gate_up, grad_gate_up, grad_weights_P, act_RF
 
@@ -79,26 +88,30 @@ def _up(rows_RD: Operand, w13_E2FD: Tensor, offsets_E: Tensor, products: Product
 
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products, put_off):
+    def forward(ctx, x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products, put_off, stash):
         ctx.products, ctx.put_off = products, put_off
         gate_up_R2F = _up(products.rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
         act_RF = products.swiglu(gate_up_R2F, weights_P, pair_R, offsets_E[-1:])
-        kept_R2F = None if recompute else gate_up_R2F
+        # Not a saved tensor, since other layers write to the same one.
+        ctx.stashed = None if recompute or stash is None else stash(gate_up_R2F, offsets_E[-1:])
+        kept_R2F = None if recompute or ctx.stashed is not None else gate_up_R2F
         ctx.save_for_backward(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept_R2F)
         return products.output(act_RF, w2_EDF, offsets_E)
 
     @staticmethod
     def backward(ctx, grad_RD):
-        x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, gate_up_R2F = ctx.saved_tensors
+        x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept_R2F = ctx.saved_tensors
         products, grad_RD = ctx.products, grad_RD.contiguous()
-        if gate_up_R2F is None:
-            gate_up_R2F = _up(products.rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
+        if ctx.stashed is None and kept_R2F is None:
+            kept_R2F = _up(products.rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
+        kept = ctx.stashed or Kept(kept_R2F)
+        del kept_R2F
         # Here is a step's peak of memory: what has been used must not wait for the end.
         grad_act_RF = products.input_grad(grad_RD, w2_EDF, offsets_E)
         grad_operand, grad_gate_up, grad_weights_P, act_RF = products.swiglu_backward(
-            grad_act_RF, gate_up_R2F, weights_P, pair_R, offsets_E[-1:]
+            grad_act_RF, kept, weights_P, pair_R, offsets_E[-1:]
         )
-        del grad_act_RF, gate_up_R2F
+        del grad_act_RF, kept
         grad_w2_EDF = products.weight_grad(grad_RD, act_RF, offsets_E)
         del act_RF
         grad_x_ND = gather_sum(products.input_grad(grad_operand, w13_E2FD.flatten(1, 2), offsets_E), row_NK)
@@ -113,7 +126,7 @@ class _ExpertMLP(torch.autograd.Function):
         else:
             ctx.put_off(grad_w13)
             grad_w13_E2FD = w13_E2FD.new_empty(()).expand_as(w13_E2FD)
-        return grad_x_ND, grad_w13_E2FD, grad_w2_EDF, grad_weights_P, *[None] * 6
+        return grad_x_ND, grad_w13_E2FD, grad_w2_EDF, grad_weights_P, *[None] * 7
 
 
 def expert_mlp(
@@ -127,6 +140,7 @@ def expert_mlp(
     recompute: bool = False,
     products: Products = HIGH_PRECISION,
     put_off: Callable[[Callable[[], Tensor]], None] | None = None,
+    stash: Callable[[Tensor, Tensor], Kept | None] | None = None,
 ) -> Tensor:
     """``w2[e] @ (weight * silu(w1[e] x) * (w3[e] x))`` for every row of every local expert.
 
@@ -144,8 +158,10 @@ def expert_mlp(
         products: the grouped products.
         put_off: takes, in backward, what makes the gradient of w13, which then comes from whoever calls that; autograd gets a
             tensor that means nothing in its place.
+        stash: takes pre-activations [R, 2, F] and how many of their rows hold data, and keeps these; returns None if it does not,
+            and they are kept as they are.
     Returns:
         [R, D]; rows past the last offset are unspecified. Saves for backward x, the gate/up pre-activations [R, 2, F] and the
         indices; rows and activation are made again.
     """
-    return _ExpertMLP.apply(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products, put_off)
+    return _ExpertMLP.apply(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products, put_off, stash)

@@ -27,8 +27,11 @@ def weighted_swiglu_reference(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Te
 
 
 def weighted_swiglu_backward_reference(
-    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, first: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if first is not None:
+        rows_R = torch.arange(len(pair_R), device=pair_R.device) + first
+        gate_up_R2F = gate_up_R2F[rows_R.clamp(max=len(gate_up_R2F) - 1)]
     wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
     gate_RF, up_RF = gate_up_R2F.to(wide).unbind(1)
     weights_R1, present_R1 = _rows_of(weights_P, pair_R, num_rows, wide)
@@ -61,27 +64,38 @@ def _forward_kernel(gate_up_ptr, weight_ptr, pair_ptr, num_rows_ptr, act_ptr, F,
 
 
 @triton.jit
+def place_of_row(row, first_ptr, size):
+    """Where the pre-activations of a row are: from another row on in a larger tensor, which rows may reach beyond."""
+    if first_ptr is not None:
+        row = tl.minimum(row + tl.load(first_ptr), size - 1)
+    return row
+
+
+@triton.jit
 def _backward_kernel(
     grad_ptr,
     gate_up_ptr,
     weight_ptr,
     pair_ptr,
     num_rows_ptr,
+    first_ptr,
     grad_gate_up_ptr,
     grad_weight_ptr,
     act_ptr,
     F,
+    size,
     BLOCK_F: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(num_rows_ptr):
+        gate_up_ptr += place_of_row(row, first_ptr, size) * 2 * F
         pair = tl.load(pair_ptr + row)
         weight = tl.load(weight_ptr + pair)
         grad_weight = tl.zeros([BLOCK_F], dtype=tl.float32)
         for start in range(0, F, BLOCK_F):
             f = start + tl.arange(0, BLOCK_F)
-            gate = tl.load(gate_up_ptr + row * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
-            up = tl.load(gate_up_ptr + row * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+            gate = tl.load(gate_up_ptr + f, mask=f < F, other=0.0).to(tl.float32)
+            up = tl.load(gate_up_ptr + F + f, mask=f < F, other=0.0).to(tl.float32)
             grad = tl.load(grad_ptr + row * F + f, mask=f < F, other=0.0).to(tl.float32)
             sig = tl.sigmoid(gate)
             silu = gate * sig
@@ -107,16 +121,15 @@ def _launch_forward(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_
 
 
 def _launch_backward(
-    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, first: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    R, _, F = gate_up_R2F.shape
-    grad_RF = grad_RF.contiguous()
-    grad_gate_up_R2F, act_RF = torch.empty_like(gate_up_R2F), torch.empty_like(grad_RF)
+    (R, F), grad_RF = grad_RF.shape, grad_RF.contiguous()
+    grad_gate_up_R2F, act_RF = gate_up_R2F.new_empty(R, 2, F), torch.empty_like(grad_RF)
     grad_weights_P = torch.zeros_like(weights_P)
     if R:
         _backward_kernel[(R,)](
-            grad_RF, gate_up_R2F, weights_P, pair_R, num_rows, grad_gate_up_R2F, grad_weights_P, act_RF, F,
-            BLOCK_F=_block(F, 256), num_warps=2,
+            grad_RF, gate_up_R2F, weights_P, pair_R, num_rows, first, grad_gate_up_R2F, grad_weights_P, act_RF, F,
+            len(gate_up_R2F), BLOCK_F=_block(F, 256), num_warps=2,
         )  # fmt: skip
     return grad_gate_up_R2F, grad_weights_P, act_RF
 
@@ -146,22 +159,29 @@ def _(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) 
 
 @torch.library.custom_op("moe_titan::weighted_swiglu_backward", mutates_args=())
 def weighted_swiglu_backward(
-    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, first: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of :func:`weighted_swiglu`, and the activation again for the down projection's weight gradient.
 
+    Args:
+        first: if given, ``gate_up_R2F`` has other rows too, and those of this call begin at this one (one-element int64 tensor on
+            the device; :mod:`kernels.stash`). Where they reach beyond its end, results are unspecified.
     Returns:
         grad_gate_up [R, 2, F], grad_weights [P] (fp32, zero for pairs without a row), activation [R, F]; rows from
         ``num_rows`` on are unspecified.
     """
+    arguments = grad_RF, gate_up_R2F, weights_P, pair_R, num_rows, first
     if not gate_up_R2F.is_cuda or gate_up_R2F.dtype == torch.float64:
-        return weighted_swiglu_backward_reference(grad_RF, gate_up_R2F, weights_P, pair_R, num_rows)
-    return _launch_backward(grad_RF, gate_up_R2F, weights_P, pair_R, num_rows)
+        return weighted_swiglu_backward_reference(*arguments)
+    return _launch_backward(*arguments)
 
 
 @weighted_swiglu_backward.register_fake
-def _(grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(gate_up_R2F), torch.empty_like(weights_P), torch.empty_like(grad_RF)
+def _(
+    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, first: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    R, F = grad_RF.shape
+    return gate_up_R2F.new_empty(R, 2, F), torch.empty_like(weights_P), torch.empty_like(grad_RF)
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.quantize import blocks_of_row, empty_rows, quantize_rows_reference
 from kernels.quantize_kernels import factor_of, places, row_bits, store_scales
-from kernels.swiglu import weighted_swiglu_backward_reference, weighted_swiglu_reference
+from kernels.swiglu import place_of_row, weighted_swiglu_backward_reference, weighted_swiglu_reference
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -30,8 +30,8 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["R"])
 def _backward_kernel(
-    grad_ptr, gate_up_ptr, weight_ptr, pair_ptr, num_rows_ptr,
-    grad_gate_up_ptr, elements_ptr, scale_ptr, grad_weight_ptr, act_ptr, F, R,
+    grad_ptr, gate_up_ptr, weight_ptr, pair_ptr, num_rows_ptr, first_ptr,
+    grad_gate_up_ptr, elements_ptr, scale_ptr, grad_weight_ptr, act_ptr, F, R, size,
     BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -41,8 +41,9 @@ def _backward_kernel(
         f_BC = places(BLOCKS)
         dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
         mask_BC, gate_at, up_at = f_BC < F, row * 2 * F + f_BC, row * 2 * F + F + f_BC
-        gate_BC = tl.load(gate_up_ptr + gate_at, mask=mask_BC, other=0.0).to(tl.float32)
-        up_BC = tl.load(gate_up_ptr + up_at, mask=mask_BC, other=0.0).to(tl.float32)
+        gate_up_ptr += place_of_row(row, first_ptr, size) * 2 * F
+        gate_BC = tl.load(gate_up_ptr + f_BC, mask=mask_BC, other=0.0).to(tl.float32)
+        up_BC = tl.load(gate_up_ptr + F + f_BC, mask=mask_BC, other=0.0).to(tl.float32)
         grad_BC = tl.load(grad_ptr + row * F + f_BC, mask=mask_BC, other=0.0).to(tl.float32)
         sig_BC = tl.sigmoid(gate_BC)
         silu_BC = gate_BC * sig_BC
@@ -84,15 +85,22 @@ def _launch_forward(
 
 
 def _launch_backward(
-    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, blockwise: bool
+    grad_RF: Tensor,
+    gate_up_R2F: Tensor,
+    weights_P: Tensor,
+    pair_R: Tensor,
+    num_rows: Tensor,
+    blockwise: bool,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    (R, _, F), grad_RF = gate_up_R2F.shape, grad_RF.contiguous()
-    grad_gate_up_R2F, act_RF, grad_weights_P = map(torch.empty_like, (gate_up_R2F, grad_RF, weights_P))
+    (R, F), grad_RF = grad_RF.shape, grad_RF.contiguous()
+    grad_gate_up_R2F, act_RF, grad_weights_P = gate_up_R2F.new_empty(R, 2, F), *map(torch.empty_like, (grad_RF, weights_P))
     elements, scale = empty_rows(gate_up_R2F, R, 2 * F, blockwise)
     grad_weights_P.zero_()
     if R:
         _backward_kernel[(R,)](
-            grad_RF, gate_up_R2F, weights_P, pair_R, num_rows, grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF, F, R,
+            grad_RF, gate_up_R2F, weights_P, pair_R, num_rows, first,
+            grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF, F, R, len(gate_up_R2F),
             BLOCKS=blocks_of_row(F), BLOCKWISE=blockwise, num_warps=_warps(F),
         )  # fmt: skip
     return grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF
@@ -119,7 +127,13 @@ def _(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, 
 
 @torch.library.custom_op("moe_titan::weighted_swiglu_fp8_backward", mutates_args=())
 def weighted_swiglu_fp8_backward(
-    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, blockwise: bool
+    grad_RF: Tensor,
+    gate_up_R2F: Tensor,
+    weights_P: Tensor,
+    pair_R: Tensor,
+    num_rows: Tensor,
+    blockwise: bool,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """:func:`kernels.swiglu.weighted_swiglu_backward` with the gradient of the pre-activations quantised beside.
 
@@ -129,14 +143,21 @@ def weighted_swiglu_fp8_backward(
     """
     arguments = grad_RF, gate_up_R2F, weights_P, pair_R, num_rows
     if gate_up_R2F.is_cuda:
-        return _launch_backward(*arguments, blockwise)
-    grad_gate_up_R2F, grad_weights_P, act_RF = weighted_swiglu_backward_reference(*arguments)
+        return _launch_backward(*arguments, blockwise, first)
+    grad_gate_up_R2F, grad_weights_P, act_RF = weighted_swiglu_backward_reference(*arguments, first)
     return grad_gate_up_R2F, *quantize_rows_reference(grad_gate_up_R2F.flatten(1), blockwise), grad_weights_P, act_RF
 
 
 @weighted_swiglu_fp8_backward.register_fake
 def _(
-    grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, blockwise: bool
+    grad_RF: Tensor,
+    gate_up_R2F: Tensor,
+    weights_P: Tensor,
+    pair_R: Tensor,
+    num_rows: Tensor,
+    blockwise: bool,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    quantized = empty_rows(gate_up_R2F, len(gate_up_R2F), 2 * gate_up_R2F.shape[2], blockwise)
-    return torch.empty_like(gate_up_R2F), *quantized, torch.empty_like(weights_P), torch.empty_like(grad_RF)
+    R, F = grad_RF.shape
+    quantized = empty_rows(gate_up_R2F, R, 2 * F, blockwise)
+    return gate_up_R2F.new_empty(R, 2, F), *quantized, torch.empty_like(weights_P), torch.empty_like(grad_RF)

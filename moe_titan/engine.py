@@ -18,11 +18,13 @@ from moe_titan.layers.expert_placement import ExpertPlacement
 from moe_titan.layers.load_balancer import LoadBalancer
 from moe_titan.layers.moe import MoE
 from moe_titan.layers.prediction import Further
+from moe_titan.layers.row_stash import RowStash
 from moe_titan.models import attention_masks, build_model
 from moe_titan.optimizer import ShardedAdamW
 from moe_titan.step_result import Numbers, StepResult
 from moe_titan.unread_steps import UnreadSteps
 from parallelisms.dispatch.capacity import RowCapacity
+from parallelisms.dispatch.nvlink import NvlinkDispatcher
 from parallelisms.folded_mesh import FoldedMesh
 from parallelisms.parallelize import ParallelOptions, parallelize
 from parallelisms.routing import RoutingTape
@@ -76,7 +78,7 @@ class Engine:
             if ".router." not in name:
                 parameter.data = parameter.data.to(options.master_dtype)
         self._set_balance_losses()
-        self.capacity = RowCapacity(parallel.capacity_factor, device)
+        self.capacity = RowCapacity(parallel.capacity_factor, device, noted=parallel.stash_factor is not None)
         self.plan = parallelize(self.model, mesh, parallel, self.capacity)
         initialize(self.model, programs, options.seed, device)
         self.optimizer = ShardedAdamW(
@@ -90,6 +92,7 @@ class Engine:
         )
         self.balancer = LoadBalancer(self.model, mesh.stage_group)
         moes = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
+        self.stash = self._stash(list(moes.values()))
         experts = {moe.layer: (moe, [f"{name}.experts.{weight}" for weight in ("w13", "w2")]) for name, moe in moes.items()}
         by_expert = all(self.plan[name].shard_dim == 0 for _, weights in experts.values() for name in weights)
         self.placement = ExpertPlacement(experts, self.optimizer, mesh, by_expert)
@@ -101,9 +104,9 @@ class Engine:
         Does not wait for the device. A loss or gradient that is not finite changes no parameter, and the result tells of it;
         until somebody has waited for that result, further steps change nothing either.
 
-        With a capacity factor the same goes for a step whose rows did not fit: waiting for it, or for a later one, runs it and
-        those since again, so their micro-batches must stay as they are. When more than ``unread_steps.MOST`` are unread, this
-        waits for the oldest.
+        With a capacity or stash factor the same goes for a step whose rows did not fit: waiting for it, or for a later one, runs
+        it and those since again, so their micro-batches must stay as they are. When more than ``unread_steps.MOST`` are unread,
+        this waits for the oldest.
         """
         return self._unread.launch(partial(self._step, tuple(micro_batches), lr))
 
@@ -174,6 +177,8 @@ class Engine:
 
     def _forward_backward(self, batch: MicroBatch, denominator: Tensor) -> tuple[Tensor, RoutingTape]:
         batch = self._on_device(batch)
+        if self.stash is not None:
+            self.stash.clear()
         tape = RoutingTape(self._valid(batch), denominator)
         with tape.recording():
             total, sums_N = self._loss_sums(batch)
@@ -206,6 +211,16 @@ class Engine:
             return None
         tp = self.mesh.layout.tp
         return (sequence_share(batch.valid_BS, self.mesh.dim("tp")) if tp > 1 else batch.valid_BS).flatten()
+
+    def _stash(self, moes: list[MoE]) -> RowStash | None:
+        """One for all layers whose experts' rows have fixed room."""
+        factor, fixed = self.parallel.stash_factor, [moe for moe in moes if isinstance(moe.dispatcher, NvlinkDispatcher)]
+        if factor is None or not fixed:
+            return None
+        stash = RowStash(factor * sum(moe.dispatcher.even_rows(self.args.moe_args.top_k) for moe in fixed), self.capacity)
+        for moe in fixed:
+            moe.experts.stash = stash
+        return stash
 
     def _set_balance_losses(self) -> None:
         options = self.options

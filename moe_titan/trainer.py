@@ -309,6 +309,7 @@ def _parallel_options(config: Config) -> ParallelOptions:
         dispatch_tokens=config.training.local_batch_size * config.training.seq_len // config.parallelism.tensor_parallel_degree,
         dispatch_sms=config.moe.dispatch_sms,
         capacity_factor=config.moe.capacity_factor,
+        stash_factor=config.moe.stash_factor,
         param_dtype=DTYPES[config.training.mixed_precision_param],
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward != "never",
         recompute=recompute.mode,

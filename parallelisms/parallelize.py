@@ -22,7 +22,8 @@ class ParallelOptions:
 
     ``dispatch_tokens``: the most tokens that a rank has in a micro-batch; ``dispatch_sms``: see
     :func:`parallelisms.dispatch.build_dispatcher` for both; ``capacity_factor``: see
-    :class:`parallelisms.dispatch.capacity.RowCapacity`.
+    :class:`parallelisms.dispatch.capacity.RowCapacity`; ``stash_factor``: rows that the experts of all layers together keep for
+    backward, times those of even loads, where a dispatcher gives fixed room; None keeps all that room.
     ``recompute_option``: for selective recomputation "op", or k as a string for every k-th block in full.
     ``compile_backend``: None compiles nothing.
     """
@@ -31,6 +32,7 @@ class ParallelOptions:
     dispatch_tokens: int = 0
     dispatch_sms: int | None = None
     capacity_factor: float | None = None
+    stash_factor: float | None = None
     param_dtype: torch.dtype = torch.bfloat16
     reshard_after_forward: bool = True
     recompute: Literal["none", "selective", "full"] = "none"

@@ -148,6 +148,11 @@ class Moe:
     capacity_factor: float | None = key(
         None, "Rows a rank has room for with nvlink, as a multiple of its even share; none for all that can arrive", POSITIVE
     )
+    stash_factor: float | None = key(
+        None,
+        "Rows that the experts of all layers keep for backward with nvlink, as a multiple of the even share; none: each its room",
+        POSITIVE,
+    )
     rebalance_interval: int = key(
         0,
         "Steps after which, as after the first, experts move between ranks so that all get as many rows; 0 for never",

@@ -173,8 +173,13 @@ def _check_dispatcher(config: Config, ep: int, etp: int) -> Iterator[str]:
         yield config.problem("moe.dispatcher", f'needs {_EP} and {_ETP} 1; use "auto", "allgather" or "alltoall"')
     if kind in ("nvlink", *_PACKAGES) and ep * etp == 1:
         yield config.problem("moe.dispatcher", f'needs {_EP} or {_ETP} above 1; use "auto" or "local"')
-    if config.moe.capacity_factor is not None and kind not in ("auto", "nvlink"):
-        yield config.problem("moe.capacity_factor", 'must be none: it is for moe.dispatcher = "nvlink"')
+    for name in ("moe.capacity_factor", "moe.stash_factor"):
+        if config.get(name) is not None and kind not in ("auto", "nvlink"):
+            yield config.problem(name, 'must be none: it is for moe.dispatcher = "nvlink"')
+    if config.moe.stash_factor is not None and config.activation_checkpoint.mode != "none":
+        yield config.problem(
+            "moe.stash_factor", 'must be none: with activation_checkpoint.mode other than "none" experts keep no rows'
+        )
     if kind in _PACKAGES:
         yield from _check_package(config, etp)
 

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.models.utils import trunc_normal_
 
 from kernels.expert_mlp import HIGH_PRECISION, expert_mlp
+from moe_titan.layers.row_stash import RowStash
 from parallelisms.deferred import Deferred
 from parallelisms.routing import RoutedTokens
 from parallelisms.sharding_plan import local
@@ -33,6 +34,7 @@ class GroupedExperts(nn.Module):
         self.num_experts = num_experts
         self.recompute = False
         self.products = HIGH_PRECISION
+        self.stash: RowStash | None = None
         self.w13 = nn.Parameter(torch.empty(num_experts, 2, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
 
@@ -57,6 +59,6 @@ class GroupedExperts(nn.Module):
         """
         w13_e2FD, put_off = (local(self.w13), None) if held is None else (held.w13_e2FD, held.deferred.put_off)
         tokens_ND, weights_P, pair_R, row_NK, offsets_e = routed
-        return expert_mlp(
-            tokens_ND, w13_e2FD, local(self.w2), weights_P, pair_R, row_NK, offsets_e, self.recompute, self.products, put_off
-        )
+        stash = self.stash.stash if self.stash is not None and torch.is_grad_enabled() else None
+        weights = w13_e2FD, local(self.w2), weights_P
+        return expert_mlp(tokens_ND, *weights, pair_R, row_NK, offsets_e, self.recompute, self.products, put_off, stash)

@@ -21,19 +21,20 @@ class RowCapacity:
     Args:
         factor: times the rows that a rank gets when loads are even; None for room for all that can arrive.
         device: where the layers run.
+        noted: others than this object bound rows too, and take :meth:`note` of it.
     """
 
-    def __init__(self, factor: float | None, device: torch.device):
-        self._factor = factor
+    def __init__(self, factor: float | None, device: torch.device, noted: bool = False):
+        self._factor, self._noted, self.is_lifted = factor, noted, False
         self._exceeded = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
     def bounded(self) -> bool:
-        return self._factor is not None
+        return (self._factor is not None or self._noted) and not self.is_lifted
 
     def rows(self, even: int, most: int) -> int:
         """Rows to make room for, when a rank gets ``even`` rows under even loads and ``most`` at most."""
-        return most if self._factor is None else min(ceil(self._factor * even), most)
+        return most if self._factor is None or self.is_lifted else min(ceil(self._factor * even), most)
 
     def cut(self, row_P: Tensor, offsets_e: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Leaves out the rows for which there is no room.
@@ -42,8 +43,12 @@ class RowCapacity:
             row_P: integers, each pair's row, -1 for none.
             offsets_e: where each expert's rows end.
         """
-        self._exceeded |= offsets_e[-1:] > rows
+        self.note(offsets_e[-1:] > rows)
         return torch.where(row_P < rows, row_P, -1), offsets_e.clamp(max=rows)
+
+    def note(self, exceeded: Tensor) -> None:
+        """``exceeded``: one-element bool tensor, whether rows have been left out."""
+        self._exceeded |= exceeded
 
     def take_exceeded(self) -> Tensor | None:
         """Whether a layer of any rank wanted more rows since the last time: a bool scalar on the device, None without a bound.
@@ -60,9 +65,10 @@ class RowCapacity:
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Room for all rows, for repeating what has exceeded the bound."""
-        logger.warning("an expert rank got more rows than moe.capacity_factor allows; the step is repeated with room for all")
-        factor, self._factor = self._factor, None
+        allowed = "moe.capacity_factor or moe.stash_factor allows"
+        logger.warning("an expert rank got more rows than %s; the step is repeated with room for all", allowed)
+        self.is_lifted = True
         try:
             yield
         finally:
-            self._factor = factor
+            self.is_lifted = False

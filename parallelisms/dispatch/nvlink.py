@@ -136,10 +136,14 @@ class NvlinkDispatcher:
         tokens_ND, weights_NK, key_NK = _Dispatch.apply(x_TD, routing.topk_weights_TK, experts_TK, self.place, beside)
         pair_P, row_P, _, offsets_e = sort_pairs(key_NK.flatten(), num_local)
         rows = most = self.slots * min(K, num_local)
-        if self.capacity is not None and (rows := self.capacity.rows(self.slots * K // self.ep, most)) < most:
+        if self.capacity is not None and (rows := self.capacity.rows(self.even_rows(K), most)) < most:
             row_P, offsets_e = self.capacity.cut(row_P, offsets_e, rows)
         routed = RoutedTokens(tokens_ND, weights_NK.flatten(), pair_P[:rows], row_P.view_as(key_NK), offsets_e)
         return routed, NvlinkHandle(routed, experts_TK)
+
+    def even_rows(self, choices: int) -> int:
+        """Rows that this rank's experts get when loads are even."""
+        return self.slots * choices // self.ep
 
     def combine(self, rows_RD: Tensor, handle: NvlinkHandle) -> Tensor:
         return _Combine.apply(rows_RD, handle.routed.row_NK, handle.experts_TK, self.place)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.moe_layer import relative_error
-from kernels import cross_entropy, permute, route, sort, swiglu
+from kernels import cross_entropy, permute, route, sort, stash, swiglu
 from kernels.expert_mlp import expert_mlp, expert_mlp_reference
 from kernels.grouped_mm import (
     _WEIGHT_GRAD_TILE,
@@ -85,6 +85,26 @@ def test_weighted_swiglu(poisoned, dtype, R, F, num_rows) -> None:
     expected = swiglu.weighted_swiglu_backward_reference(grad_RF.double(), *wide)
     for index, (bound, rows) in enumerate(((ROUNDED[dtype], num_rows), (1e-5, 2 * R), (ROUNDED[dtype], num_rows))):
         assert relative_error(actual[index][:rows], expected[index][:rows]) < bound
+
+
+@pytest.mark.parametrize(
+    ("R", "F", "num_rows", "first", "size"), [(300, 768, 290, 77, 400), (300, 24, 300, 150, 400), (9, 2049, 0, 0, 5)]
+)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_stashed_rows(poisoned, dtype, R, F, num_rows, first, size) -> None:
+    """Rows in a block, of which the last ones may not fit, and the gradient that reads them there: bit for bit the same."""
+    gate_up_R2F, grad_RF, weights_P = randn(R, 2, F, dtype=dtype), randn(R, F, dtype=dtype), torch.rand(2 * R, device=DEVICE)
+    pair_R, count = torch.randperm(2 * R, device=DEVICE)[:R].int(), torch.tensor([num_rows], device=DEVICE)
+    block_A2F, place = randn(size, 2, F, dtype=dtype), torch.tensor([first], device=DEVICE)
+    wanted, inside = block_A2F.clone(), min(num_rows, size - first)
+    wanted[first : first + inside] = gate_up_R2F[:inside]
+    stash.stash_rows(gate_up_R2F.flatten(1), count, block_A2F.flatten(1), place)
+    assert torch.equal(block_A2F, wanted)
+    arguments = weights_P, pair_R, count
+    actual = poisoned(swiglu.weighted_swiglu_backward, grad_RF, block_A2F, *arguments, place)
+    expected = swiglu.weighted_swiglu_backward(grad_RF, gate_up_R2F, *arguments)
+    for index, rows in ((0, slice(inside)), (1, pair_R[:inside].long()), (2, slice(inside))):
+        assert torch.equal(actual[index][rows], expected[index][rows])
 
 
 def assert_sorted(actual: tuple[torch.Tensor, ...], key_P: torch.Tensor, keys: int) -> None:

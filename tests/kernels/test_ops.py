@@ -20,6 +20,7 @@ from kernels.grouped_mm import (
 from kernels.permute import gather_sum, spread_rows, unpermute
 from kernels.route import COUNTED_TOKENS, RouteOptions, block_counts_reference, route
 from kernels.sort import _sort_pairs
+from kernels.stash import stash_rows
 from kernels.swiglu import weighted_swiglu, weighted_swiglu_backward, weighted_swiglu_reference
 
 GROUPS = [[0, 1, 7, 63, 65], [3, 0, 0, 2], [0, 0, 0], [5], [0, 4]]
@@ -62,7 +63,9 @@ def test_ops_are_registered_correctly(dtype) -> None:
     index = (torch.tensor([6, 0, 3, 7, -1], dtype=torch.int32), torch.tensor([4]))
     torch.library.opcheck(weighted_swiglu, (gate_up_R2F.requires_grad_(), weights_P.requires_grad_(), *index))
     grad_RF = torch.randn(5, 3, dtype=dtype)
-    torch.library.opcheck(weighted_swiglu_backward, (grad_RF, gate_up_R2F.detach(), weights_P.detach(), *index))
+    for rows in ((gate_up_R2F.detach(), None), (torch.randn(9, 2, 3, dtype=dtype), torch.tensor([2]))):
+        torch.library.opcheck(weighted_swiglu_backward, (grad_RF, rows[0], weights_P.detach(), *index, rows[1]))
+    torch.library.opcheck(stash_rows, (grad_RF, torch.tensor([4]), torch.randn(9, 3, dtype=dtype), torch.tensor([2])))
     gate_ED, valid_T, chosen_TK = torch.randn(5, 6), torch.rand(4) < 0.7, torch.randint(0, 5, (4, 2))
     for optional in ((None, None, None, None), (torch.randn(5), torch.randn(5), valid_T, None), (None, None, None, chosen_TK)):
         arguments = (x_TD.requires_grad_(), gate_ED.requires_grad_(), *optional, 2, True, True, 1.5, 0, 0)

@@ -15,6 +15,7 @@ KERNELS = [
     "gather_sum",
     "weighted_swiglu",
     "weighted_swiglu_backward",
+    "stash_rows",
     "grouped_mm",
     "weight_grad",
     "sort_pairs",

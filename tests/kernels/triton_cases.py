@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kernels import adamw, cross_entropy, document_attention, grouped_mm, permute, route, sort, swiglu
+from kernels import adamw, cross_entropy, document_attention, grouped_mm, permute, route, sort, stash, swiglu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Rounding of one result: one unit in the last place of bf16, as the interpreter rounds towards zero; a few operations in fp32.
@@ -103,6 +103,35 @@ def swiglu_cases():
             for (output, rows), actual, wanted in zip(outputs.items(), *backward, strict=True):
                 sums = 10 if output == "weights" else 1
                 yield f"weighted_swiglu_backward {output} {case}", error(actual[:rows], wanted[:rows]) / sums
+
+
+def stash_cases():
+    for name, dtype in DTYPES.items():
+        for R, C, num_rows, first, size in (
+            (7, 24, 5, 3, 9),
+            (7, 24, 7, 3, 9),
+            (5, 2050, 5, 0, 5),
+            (3, 8, 3, 9, 9),
+            (0, 8, 0, 0, 4),
+        ):
+            x_RC, block_AC = torch.randn(R, C, dtype=dtype), torch.randn(size, C, dtype=dtype)
+            expected, place = block_AC.clone(), torch.tensor([first])
+            stash.stash_rows_reference(x_RC, torch.tensor([num_rows]), expected, place)
+            stash._launch(x_RC, torch.tensor([num_rows]), block_AC, place)
+            yield f"stash_rows {name} {num_rows} of {R}x{C} from {first} of {size}", error(block_AC, expected)
+    for R, F, num_rows, first, size in ((7, 24, 7, 4, 11), (7, 40, 5, 2, 6), (3, 300, 3, 0, 3)):
+        gate_up_A2F, grad_RF, weights_P = torch.randn(size, 2, F), torch.randn(R, F), torch.rand(2 * R)
+        pair_R, count, place = torch.randperm(2 * R)[:R].int(), torch.tensor([num_rows]), torch.tensor([first])
+        inside = min(num_rows, size - first)
+        own_R2F = torch.nn.functional.pad(gate_up_A2F[first:], (0, 0, 0, 0, 0, R - size + first))
+        expected = swiglu.weighted_swiglu_backward_reference(grad_RF, own_R2F, weights_P, pair_R, count)
+        for way in (swiglu._launch_backward, swiglu.weighted_swiglu_backward_reference):
+            actual = way(grad_RF, gate_up_A2F, weights_P, pair_R, count, place)
+            case = f"{way.__name__} {R}x{F} from {first} of {size}"
+            yield f"stash_rows read {case} gate_up", error(actual[0][:inside], expected[0][:inside])
+            yield f"stash_rows read {case} act", error(actual[2][:inside], expected[2][:inside])
+            pairs = pair_R[:inside].long()
+            yield f"stash_rows read {case} weights", error(actual[1][pairs], expected[1][pairs]) / 10
 
 
 def grouped_mm_cases():
@@ -279,6 +308,7 @@ CASES = (
     spread_rows_cases,
     gather_sum_cases,
     swiglu_cases,
+    stash_cases,
     grouped_mm_cases,
     weight_grad_cases,
     sort_pairs_cases,

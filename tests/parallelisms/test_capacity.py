@@ -12,20 +12,27 @@ SAMPLES, STEPS = 12, 2
 FOLDED = Layout(dp_shard=2, tp=2, ep=2, etp=2)
 
 
-def _options(layout: Layout, factor: float | None) -> dict:
+def _options(layout: Layout, factor: float | None, stash_factor: float | None = None) -> dict:
     sequences = SAMPLES // layout.dp // 2  # two micro-batches
     bounds = {"dispatch_tokens": sequences * tiny.SEQ // layout.tp, "dispatch_sms": 3, "capacity_factor": factor}
+    bounds["stash_factor"] = stash_factor
     return bounds | {"dispatcher": "auto" if layout.ep == 1 else "nvlink"}
 
 
-def _train(layout: Layout, factor: float | None, recompute: str = "none", dispatcher: str | None = None) -> dict:
+def _train(
+    layout: Layout,
+    factor: float | None,
+    recompute: str = "none",
+    dispatcher: str | None = None,
+    stash_factor: float | None = None,
+) -> dict:
     passes = []
 
     def count(engine) -> None:
         run = engine._train_on
         engine._train_on = lambda *args: passes.append(args) or run(*args)
 
-    options = _options(layout, factor) | {"recompute": recompute}
+    options = _options(layout, factor, stash_factor) | {"recompute": recompute}
     if dispatcher is not None:
         options["dispatcher"] = dispatcher
     batch = SAMPLES // layout.dp // 2
@@ -54,6 +61,47 @@ def test_no_token_is_lost(pool, single_process, layout, factor, recompute, repea
     assert [run["passes"] for run in ranks] == [STEPS * (1 + repeated)] * layout.world
     assert_same_run(ranks[0], single_process)
     assert_bitwise_replicas(ranks)
+
+
+# Experts keep rows of all layers in one block: no rank can get more than twice its share of them either.
+@pytest.mark.parametrize(
+    ("layout", "factor", "stash_factor", "repeated"),
+    [
+        (Layout(dp_shard=2, ep=2), None, 2.0, False),
+        (Layout(dp_shard=2, ep=2), None, 0.5, True),
+        (Layout(dp_shard=2, ep=2), 1.9, 1.9, False),
+        (FOLDED, None, 2.0, False),
+        (FOLDED, None, 0.01, True),
+    ],
+    ids=str,
+)
+def test_stashed_rows(pool, single_process, layout, factor, stash_factor, repeated) -> None:
+    ranks = pool.run(layout.world, _train, layout, factor, "none", None, stash_factor)
+    assert [run["passes"] for run in ranks] == [STEPS * (1 + repeated)] * layout.world
+    assert_same_run(ranks[0], single_process)
+    assert_bitwise_replicas(ranks)
+
+
+def _kept(stash_factor: float | None) -> tuple[int, int]:
+    """Bytes of pre-activations that are saved for backward, and those of the stash."""
+    layout, saved = Layout(dp_shard=2, ep=2), []
+    engine = tiny.build(tiny.qwen3(), layout, CLIPPED, **_options(layout, None, stash_factor))
+    batch = tiny.share(tiny.global_batch(0, SAMPLES), engine.mesh.data_rank, layout.dp, 2)[0]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[1:] == (2, 16):
+            saved.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine.step([batch], lr=1e-3).wait()
+    return sum(saved), 0 if engine.stash is None else engine.stash._block.nbytes
+
+
+def test_a_stash_takes_the_place_of_each_layers_room(pool) -> None:
+    tokens, row_bytes, layers = SAMPLES // 2 // 2 * tiny.SEQ * 2, 2 * 16 * 4, 2  # of both ranks; gate and up in fp32
+    assert pool.run(2, _kept, None)[0] == (layers * tokens * 2 * row_bytes, 0)
+    assert pool.run(2, _kept, 1.5)[0] == (0, layers * tokens * 3 // 2 * row_bytes)
 
 
 def test_alltoall_has_room_for_all_anyway(pool, single_process) -> None:

@@ -153,6 +153,13 @@ COMMAND_LINES = [
         ["module hybrid_ep_cpp", "hybrid-ep", "expert_tensor_parallel_degree = 2", 'mixed_precision_param = "float32"'],
     ),
     (MOE, "--moe.rebalance_interval -1", 1, ["moe.rebalance_interval = -1", ">= 0"]),
+    (MOE, "--moe.stash_factor 0", 1, ["moe.stash_factor = 0", "> 0"]),
+    (
+        MOE,
+        "--moe.stash_factor 1.5 --activation_checkpoint.mode selective",
+        1,
+        ["moe.stash_factor = 1.5", "activation_checkpoint.mode"],
+    ),
     (MOE, "--moe.capacity_factor 0", 1, ["moe.capacity_factor = 0", "> 0"]),
     (
         MOE,

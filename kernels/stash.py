@@ -1,0 +1,47 @@
+"""Rows of many tensors one after the other in one block of memory, where each begins being known on the device alone."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _stash_rows_kernel(x_ptr, num_rows_ptr, block_ptr, first_ptr, C, size, BLOCK_C: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    to = row + tl.load(first_ptr)
+    if (row < tl.load(num_rows_ptr)) & (to < size):
+        for start in range(0, C, BLOCK_C):
+            c_C = start + tl.arange(0, BLOCK_C)
+            tl.store(block_ptr + to * C + c_C, tl.load(x_ptr + row * C + c_C, mask=c_C < C), mask=c_C < C)
+
+
+def stash_rows_reference(x_RC: Tensor, num_rows: Tensor, block_AC: Tensor, first: Tensor) -> None:
+    begin = int(first)
+    count = min(int(num_rows), max(len(block_AC) - begin, 0))
+    block_AC[begin : begin + count] = x_RC[:count]
+
+
+def _launch(x_RC: Tensor, num_rows: Tensor, block_AC: Tensor, first: Tensor) -> None:
+    R, C = x_RC.shape
+    if R:
+        block = min(triton.next_power_of_2(C), 2048)
+        _stash_rows_kernel[(R,)](x_RC.contiguous(), num_rows, block_AC, first, C, len(block_AC), BLOCK_C=block, num_warps=4)
+
+
+@torch.library.custom_op("moe_titan::stash_rows", mutates_args={"block_AC"})
+def stash_rows(x_RC: Tensor, num_rows: Tensor, block_AC: Tensor, first: Tensor) -> None:
+    """Writes rows into a block, from a row of it on; those that reach beyond its end are left out.
+
+    Args:
+        x_RC: [R, C].
+        num_rows: one-element integer tensor on the device: the rows of x that hold data.
+        block_AC: [A, C] contiguous, of the same dtype.
+        first: one-element int64 tensor on the device.
+    """
+    (_launch if x_RC.is_cuda else stash_rows_reference)(x_RC, num_rows, block_AC, first)
+
+
+@stash_rows.register_fake
+def _(x_RC: Tensor, num_rows: Tensor, block_AC: Tensor, first: Tensor) -> None:
+    return None

@@ -1,0 +1,47 @@
+"""One block of memory for what the experts of all layers keep until backward.
+
+Where rows have fixed room for all that can arrive, what a layer keeps is as large as its worst case, of which a fraction holds
+data. Loads of single layers are far from even, but a rank's sum over the layers is not: a block for all of them needs little more
+than the even share. Megatron-Core calls it paged stashing (arXiv 2603.07685).
+"""
+
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from kernels.expert_mlp import Kept
+from kernels.stash import stash_rows
+from parallelisms.dispatch.capacity import RowCapacity
+
+
+class RowStash:
+    """Rows of one micro-batch, layer after layer; forward fills it, backward reads it, and the next :meth:`clear` empties it.
+
+    Rows that do not fit are left out, and ``capacity`` takes note of it; while its bounds are lifted nothing is stashed.
+
+    Args:
+        rows: room for so many, of all layers together.
+    """
+
+    def __init__(self, rows: float, capacity: RowCapacity):
+        self._rows, self._capacity = ceil(rows), capacity
+        self._block: Tensor | None = None
+        self._end: Tensor | None = None
+
+    def clear(self) -> None:
+        if self._end is not None:
+            self._end.zero_()
+
+    def stash(self, rows_R2F: Tensor, num_rows: Tensor) -> Kept | None:
+        """See :func:`kernels.expert_mlp.expert_mlp`. All rows are alike in size and dtype."""
+        if self._capacity.is_lifted:
+            return None
+        if self._block is None:
+            self._block = rows_R2F.new_empty(self._rows, *rows_R2F.shape[1:])
+            self._end = torch.zeros(1, dtype=torch.int64, device=rows_R2F.device)
+        first = self._end.clone()
+        stash_rows(rows_R2F.flatten(1), num_rows, self._block.flatten(1), first)
+        self._end += num_rows
+        self._capacity.note(self._end > self._rows)
+        return Kept(self._block, first)
