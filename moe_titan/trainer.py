@@ -308,6 +308,7 @@ def _parallel_options(config: Config) -> ParallelOptions:
         dispatcher=config.moe.dispatcher,
         dispatch_tokens=config.training.local_batch_size * config.training.seq_len // config.parallelism.tensor_parallel_degree,
         dispatch_sms=config.moe.dispatch_sms,
+        dispatch_domain=config.moe.dispatch_domain,
         capacity_factor=config.moe.capacity_factor,
         stash_factor=config.moe.stash_factor,
         param_dtype=DTYPES[config.training.mixed_precision_param],

@@ -21,9 +21,10 @@ def apply_expert_parallel(
     dispatch_sms: int | None,
     dtype: torch.dtype,
     capacity: RowCapacity,
+    domain: int | None,
 ) -> None:
     """Cuts w13 and w2 of every MoE layer over ep and etp, in place, and sets its dispatcher of the given kind."""
-    layout, model_mesh = mesh.layout, mesh.expert_model
+    layout, model_mesh, domains = mesh.layout, mesh.expert_model, mesh.dispatch_domains(domain)
     for block in blocks(model).values():
         if not getattr(block, "moe_enabled", False):
             continue
@@ -34,5 +35,6 @@ def apply_expert_parallel(
                 parameter = distribute_tensor(getattr(experts, name), model_mesh, placements)
                 setattr(experts, name, nn.Parameter(parameter))
         block.moe.dispatcher = build_dispatcher(
-            dispatcher, experts.num_experts, mesh.dispatch_group, layout.ep, layout.etp, max_tokens, dispatch_sms, dtype, capacity
-        )
+            dispatcher, experts.num_experts, mesh.dispatch_group, layout.ep, layout.etp, max_tokens, dispatch_sms, dtype,
+            capacity, domains,
+        )  # fmt: skip

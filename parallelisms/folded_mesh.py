@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from parallelisms.domains import Domains, domain_size
+
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_DIMS = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 
@@ -73,7 +75,7 @@ class FoldedMesh:
                 f"the layout {layout} needs {layout.world} ranks, but {dist.get_world_size()} are running; "
                 "start that many or change the parallel degrees"
             )
-        self.layout = layout
+        self.layout, self.device_type = layout, device_type
         self.dense = init_device_mesh(device_type, tuple(getattr(layout, dim) for dim in DENSE_DIMS), mesh_dim_names=DENSE_DIMS)
         self.expert = init_device_mesh(
             device_type, tuple(getattr(layout, dim) for dim in EXPERT_DIMS), mesh_dim_names=EXPERT_DIMS
@@ -113,6 +115,16 @@ class FoldedMesh:
         if mesh is None:
             return None
         return (mesh if mesh.ndim == 1 else mesh._flatten("dispatch")).get_group()
+
+    def dispatch_domains(self, wanted: int | None) -> Domains | None:
+        """The dispatch group as :func:`parallelisms.domains.domain_size` divides it, or None. Collective over all ranks."""
+        ranks = self.layout.ep * self.layout.etp
+        size = domain_size(self.layout.ep, self.layout.etp, wanted) if ranks > 1 else None
+        if size is None:
+            return None
+        shape = self.layout.world // ranks, ranks // size, size
+        mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=("copy", "between", "within"))
+        return Domains(mesh.get_group("between"), mesh.get_group("within"))
 
     @cached_property
     def expert_shard_group(self) -> ProcessGroup | None:

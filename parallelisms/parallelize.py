@@ -22,8 +22,13 @@ class ParallelOptions:
 
     ``dispatch_tokens``: the most tokens that a rank has in a micro-batch; ``dispatch_sms``: see
     :func:`parallelisms.dispatch.build_dispatcher` for both; ``capacity_factor``: see
+<<<<<<< HEAD
     :class:`parallelisms.dispatch.capacity.RowCapacity`; ``stash_factor``: rows that the experts of all layers together keep for
     backward, times those of even loads, where a dispatcher gives fixed room; None keeps all that room.
+=======
+    :class:`parallelisms.dispatch.capacity.RowCapacity`.
+    ``dispatch_domain``: see :func:`parallelisms.domains.domain_size`.
+>>>>>>> d003c89 (Tokens cross between hosts once for each host: all-to-all in two hops, passed on inside by all-to-all or over NVLink, one host sync for both)
     ``recompute_option``: for selective recomputation "op", or k as a string for every k-th block in full.
     ``compile_backend``: None compiles nothing.
     """
@@ -31,6 +36,7 @@ class ParallelOptions:
     dispatcher: str = "auto"
     dispatch_tokens: int = 0
     dispatch_sms: int | None = None
+    dispatch_domain: int | None = None
     capacity_factor: float | None = None
     stash_factor: float | None = None
     param_dtype: torch.dtype = torch.bfloat16
@@ -51,8 +57,9 @@ def parallelize(model: nn.Module, mesh: FoldedMesh, options: ParallelOptions, ca
     if mesh.layout.tp > 1:
         apply_tensor_parallel(model, mesh.dim("tp"))
     apply_expert_parallel(
-        model, mesh, options.dispatcher, options.dispatch_tokens, options.dispatch_sms, options.param_dtype, capacity
-    )
+        model, mesh, options.dispatcher, options.dispatch_tokens, options.dispatch_sms, options.param_dtype, capacity,
+        options.dispatch_domain,
+    )  # fmt: skip
     plan = ShardingPlan(model, mesh)
     selective = options.recompute == "selective"
     if selective and options.recompute_option == "op":

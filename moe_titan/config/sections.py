@@ -145,6 +145,12 @@ class Moe:
     dispatch_sms: int | None = key(
         None, "Multiprocessors for a transfer of nvlink, deepep or hybridep; none for what each is fastest with", at_least(1)
     )
+    dispatch_domain: int | None = key(
+        None,
+        "Consecutive ranks near each other, outside of which alltoall and nvlink send a token once to each such domain; none for "
+        "those of a host",
+        at_least(1),
+    )
     capacity_factor: float | None = key(
         None, "Rows a rank has room for with nvlink, as a multiple of its even share; none for all that can arrive", POSITIVE
     )

@@ -180,8 +180,22 @@ def _check_dispatcher(config: Config, ep: int, etp: int) -> Iterator[str]:
         yield config.problem(
             "moe.stash_factor", 'must be none: with activation_checkpoint.mode other than "none" experts keep no rows'
         )
+    yield from _check_domain(config, ep, etp)
     if kind in _PACKAGES:
         yield from _check_package(config, etp)
+
+
+def _check_domain(config: Config, ep: int, etp: int) -> Iterator[str]:
+    domain, name = config.moe.dispatch_domain, "moe.dispatch_domain"
+    if domain is None:
+        return
+    if config.moe.dispatcher not in ("auto", "alltoall", "nvlink"):
+        kind = show(config.moe.dispatcher)
+        yield config.problem(name, f"must be none with moe.dispatcher = {kind}; it is for alltoall and nvlink")
+    sizes = [n for n in range(1, ep * etp + 1) if ep * etp % n == 0 and (n % etp == 0 or etp % n == 0)]
+    if domain not in sizes:
+        what = f"must divide {ep * etp} = {_EP} {ep} x {_ETP} {etp}, and divide or be a multiple of the latter"
+        yield config.problem(name, f"{what}; use {one_of(sizes)}")
 
 
 def _check_package(config: Config, etp: int) -> Iterator[str]:

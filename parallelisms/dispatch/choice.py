@@ -1,13 +1,13 @@
 """Which dispatcher ``moe.dispatcher = "auto"`` stands for."""
 
-import socket
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from parallelisms.domains import host
 
 
 class Place(NamedTuple):
@@ -47,10 +47,8 @@ def _places(group: ProcessGroup) -> list[Place]:
 
 
 def _own_place() -> Place:
-    # Containers of one machine share its boot, and machines may share a name.
-    host = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     gpu = torch.cuda.current_device()
-    return Place(host, gpu, _links(gpu))
+    return Place(host(), gpu, _links(gpu))
 
 
 def _links(gpu: int) -> list[int]:

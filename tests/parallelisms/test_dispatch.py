@@ -6,7 +6,7 @@ import torch.distributed as dist
 from rows import place_rows
 
 from kernels.sort import sort_pairs
-from parallelisms.dispatch import build_dispatcher
+from parallelisms.dispatch import Dispatcher, build_dispatcher
 from parallelisms.dispatch.local import LocalDispatcher
 from parallelisms.folded_mesh import FoldedMesh, Layout
 from parallelisms.routing import PairOrder, RoutedTokens, Routing
@@ -79,14 +79,26 @@ def round_trip(dispatcher, rank: int, etp: int, fill: str, check) -> None:
     torch.testing.assert_close(routing.topk_weights_TK.grad, weight_grad_TK, rtol=1e-12, atol=1e-12)
 
 
-def _round_trips(kind: str) -> int:
+def build(kind: str, layout: Layout, domain: int | None) -> Dispatcher:
+    mesh = FoldedMesh(layout, "cpu")
+    domains = mesh.dispatch_domains(domain)
+    assert (None if domains is None else domains.within.size()) == domain
+    return build_dispatcher(kind, EXPERTS, mesh.dispatch_group, layout.ep, layout.etp, T, domains=domains)
+
+
+def degrees_for(domain: int | None) -> list[tuple[int, int]]:
+    """Those that spread experts over several domains."""
+    return [(ep, etp) for ep, etp in DEGREES if ep * etp > (domain or 1)]
+
+
+def _round_trips(kind: str, domain: int | None) -> int:
     rank, trips = dist.get_rank(), 0
-    for ep, etp in DEGREES:
-        mesh = FoldedMesh(Layout(dp_shard=2, tp=4, ep=ep, etp=etp), "cpu")
-        dispatcher = build_dispatcher(kind, EXPERTS, mesh.dispatch_group, ep, etp, T)
+    for ep, etp in degrees_for(domain):
+        dispatcher = build(kind, Layout(dp_shard=2, tp=4, ep=ep, etp=etp), domain)
         num_local, first_rank = EXPERTS // ep, rank // (ep * etp) * ep * etp
         first_expert = (rank - first_rank) // etp * num_local
-        group_ranks = list(range(first_rank, first_rank + ep * etp))
+        # Tokens of ranks with the same place in their domains come from the same rank of this one.
+        group_ranks = sorted(range(first_rank, first_rank + ep * etp), key=lambda rank: rank % (domain or 8))
         for fill in (FILLED, PADDED, EMPTY):
             round_trip(
                 dispatcher,
@@ -99,9 +111,14 @@ def _round_trips(kind: str) -> int:
     return trips
 
 
-@pytest.mark.parametrize("kind", ["alltoall", "allgather", "nvlink"])
-def test_identity_round_trip(pool, kind) -> None:
-    assert pool.run(8, _round_trips, kind) == [3 * len(DEGREES)] * 8
+# Of a dispatcher and the ranks of a domain.
+KINDS = [("alltoall", None), ("allgather", None), ("nvlink", None)]
+KINDS_OF_DOMAINS = [("alltoall", 2), ("alltoall", 4), ("nvlink", 2), ("nvlink", 4)]
+
+
+@pytest.mark.parametrize(("kind", "domain"), KINDS + KINDS_OF_DOMAINS)
+def test_identity_round_trip(pool, kind, domain) -> None:
+    assert pool.run(8, _round_trips, kind, domain) == [3 * len(degrees_for(domain))] * 8
 
 
 @pytest.mark.parametrize("fill", [FILLED, PADDED])
@@ -109,43 +126,67 @@ def test_identity_round_trip_on_one_rank(fill) -> None:
     round_trip(LocalDispatcher(), 0, 1, fill, lambda routed: check_rows(routed, [0], 0, EXPERTS, fill))
 
 
-def _bf16_sum(kind: str) -> float:
+def _bf16_sum(kind: str, domain: int | None) -> float:
     """Eight partial sums of a token: one of 1 and seven of 2^-9, all of which bf16 addition would drop one by one."""
-    mesh = FoldedMesh(Layout(dp_shard=8, ep=1, etp=8), "cpu")
-    dispatcher = build_dispatcher(kind, 1, mesh.dispatch_group, 1, 8, 1)
+    dispatcher = build(kind, Layout(dp_shard=8, ep=1, etp=8), domain)
     experts_TK = torch.zeros(1, 1, dtype=torch.int64)
-    routing = Routing(experts_TK, torch.ones(1, 1), PairOrder(*sort_pairs(experts_TK.flatten(), 1)))
+    routing = Routing(experts_TK, torch.ones(1, 1), PairOrder(*sort_pairs(experts_TK.flatten(), EXPERTS)))
     routed, handle = dispatcher.dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing)
     part = 1.0 if dist.get_rank() == 0 else 2.0**-9
     return dispatcher.combine(rows_of(routed)[0] * part, handle).item()
 
 
-@pytest.mark.parametrize("kind", ["alltoall", "allgather", "nvlink"])
-def test_partial_sums_are_added_in_fp32(pool, kind) -> None:
+@pytest.mark.parametrize(("kind", "domain"), [*KINDS, ("alltoall", 4), ("nvlink", 4)])
+def test_partial_sums_are_added_in_fp32(pool, kind, domain) -> None:
+    """Those of a domain are rounded on their way out of it, here from 1 + 3 * 2^-9 to 1 + 4 * 2^-9 and not at all."""
     expected = torch.tensor(1 + 7 * 2.0**-9).bfloat16().item()
-    assert expected > 1 and pool.run(8, _bf16_sum, kind) == [expected] * 8
+    assert expected > 1 and pool.run(8, _bf16_sum, kind, domain) == [expected] * 8
 
 
-def _tokens_received(kind: str, ep: int, etp: int) -> tuple[int, int]:
-    """Ranks bring different numbers of tokens, the first one none: how many arrived, and how many have an expert here."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = FoldedMesh(Layout(dp_shard=world, ep=ep, etp=etp), "cpu")
-    dispatcher = build_dispatcher(kind, EXPERTS, mesh.dispatch_group, ep, etp)
-    everybodys = [make_routing(source, PADDED).topk_experts_TK[:source] for source in range(world)]
+def _tokens_received(layout: Layout, domain: int | None, hot: bool) -> list[tuple[int, int]]:
+    """Ranks bring different numbers of tokens, the first one none: how many arrived by each hop, and how many are wanted there.
+
+    If hot, every token goes to the last rank's experts.
+    """
+    rank, ep, etp = dist.get_rank(), layout.ep, layout.etp
+    dispatcher = build("alltoall", layout, domain)
+    everybodys = [make_routing(source, PADDED).topk_experts_TK[:source] for source in range(layout.world)]
+    if hot:
+        everybodys = [torch.where(chosen_TK < EXPERTS, EXPERTS - 1, EXPERTS)[:, :1] for chosen_TK in everybodys]
     experts_TK = everybodys[rank]
     order = PairOrder(*sort_pairs(experts_TK.flatten(), EXPERTS))
-    routed, handle = dispatcher.dispatch(token_names(rank)[:rank], Routing(experts_TK, torch.ones(experts_TK.shape), order))
+    weights_TK = torch.ones(experts_TK.shape, requires_grad=True)
+    x_TD = token_names(rank)[:rank].requires_grad_()
+    routed, handle = dispatcher.dispatch(x_TD, Routing(experts_TK, weights_TK, order))
     y_TD = dispatcher.combine(rows_of(routed)[0], handle)
-    valid_T1 = (experts_TK[:, :1] < EXPERTS).double()
-    torch.testing.assert_close(y_TD, token_names(rank)[:rank] * valid_T1 * K * etp, rtol=1e-14, atol=0)
-    here = sum(int((chosen_TK // (EXPERTS // ep) == rank // etp).any(1).sum()) for chosen_TK in everybodys)
-    return len(routed.tokens_ND), here
+    valid_T1, copies = (experts_TK[:, :1] < EXPERTS).double(), experts_TK.shape[1] * etp
+    torch.testing.assert_close(y_TD, x_TD * valid_T1 * copies, rtol=1e-14, atol=0)
+    y_TD.sum().backward()
+    torch.testing.assert_close(x_TD.grad, (valid_T1 * copies).expand_as(x_TD), rtol=1e-14, atol=0)
+
+    def wanted(ranks: range, sources: range) -> int:
+        """Tokens of the sources that have an expert on one of the ranks."""
+        holders = sorted({rank // etp for rank in ranks})
+        return sum(int(torch.isin(everybodys[s] // (EXPERTS // ep), torch.tensor(holders)).any(1).sum()) for s in sources)
+
+    received = [sum(trip.counts[1]) for trip in handle.trips]
+    assert received[-1] == len(routed.tokens_ND)
+    if domain is None:
+        return [(received[0], wanted(range(rank, rank + 1), range(layout.world)))]
+    first = rank // domain * domain
+    here = wanted(range(first, first + domain), range(rank % domain, layout.world, domain))
+    return list(zip(received, [here, wanted(range(rank, rank + 1), range(layout.world))], strict=True))
 
 
-@pytest.mark.parametrize(("ep", "etp"), [(4, 1), (2, 2), (1, 4)])
-def test_a_token_travels_once_to_each_rank(pool, ep, etp) -> None:
-    for received, here in pool.run(4, _tokens_received, "alltoall", ep, etp):
-        assert received == here > 0
+@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize(
+    ("ep", "etp", "domain"),
+    [(4, 1, None), (2, 2, None), (1, 4, None), (4, 1, 2), (2, 2, 2), (1, 4, 2), (8, 1, 2), (4, 2, 4), (2, 4, 2)],
+)
+def test_a_token_travels_once_to_each_domain_and_rank(pool, ep, etp, domain, hot) -> None:
+    ranks = pool.run(ep * etp, _tokens_received, Layout(dp_shard=ep * etp, ep=ep, etp=etp), domain, hot)
+    assert all(received == wanted for hops in ranks for received, wanted in hops)
+    assert any(received for hops in ranks for received, _ in hops)
 
 
 def test_auto_is_local_for_a_group_of_one() -> None:

@@ -52,12 +52,13 @@ SCENARIOS = {
     "one_valid_token": (2, None, one_valid_token, lambda load: sum(load) == 2 and max(load) == 1),
     "ties_in_every_score": (2, zero_gate, tiny.global_batch, lambda load: load[0] == load[1] == sum(load) / 2),
 }
-# dp_replicate, dp_shard, tp, ep, etp, and the dispatcher.
+# dp_replicate, dp_shard, tp, ep, etp, the dispatcher, and the ranks of a domain.
 LAYOUTS = [
-    ((1, 2, 2, 4, 1), "alltoall"),
-    ((1, 1, 2, 1, 2), "alltoall"),
-    ((1, 1, 2, 2, 1), "allgather"),
-    ((2, 1, 2, 2, 2), "alltoall"),
+    ((1, 2, 2, 4, 1), "alltoall", None),
+    ((1, 1, 2, 1, 2), "alltoall", None),
+    ((1, 1, 2, 2, 1), "allgather", None),
+    ((2, 1, 2, 2, 2), "alltoall", None),
+    ((1, 4, 1, 4, 1), "alltoall", 2),
 ]
 
 
@@ -66,10 +67,11 @@ def model(top_k: int):
     return tiny.deepseek(num_experts=EXPERTS, top_k=top_k, route_norm=False)
 
 
-def _train(scenario: str, layout: Layout, dispatcher: str) -> dict:
+def _train(scenario: str, layout: Layout, dispatcher: str, domain: int | None) -> dict:
     top_k, tweak, make_batch, _ = SCENARIOS[scenario]
     batch = 12 // layout.dp
-    return train(model(top_k), layout, CLIPPED, 2, 12, batch, make_batch, tweak=tweak, dispatcher=dispatcher)
+    options = {"dispatcher": dispatcher, "dispatch_domain": domain}
+    return train(model(top_k), layout, CLIPPED, 2, 12, batch, make_batch, tweak=tweak, **options)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def single_process(pool):
 
     def run(scenario: str) -> dict:
         if scenario not in cache:
-            cache[scenario] = pool.run(1, _train, scenario, Layout(), "local")[0]
+            cache[scenario] = pool.run(1, _train, scenario, Layout(), "local", None)[0]
         return cache[scenario]
 
     return run
@@ -94,11 +96,11 @@ def test_single_process_equals_reference(single_process, scenario) -> None:
     assert all(np.isfinite(value).all() for value in run["params"].values())
 
 
-@pytest.mark.parametrize(("degrees", "dispatcher"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("degrees", "dispatcher", "domain"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_layouts_agree(pool, single_process, scenario, degrees, dispatcher) -> None:
+def test_layouts_agree(pool, single_process, scenario, degrees, dispatcher, domain) -> None:
     dp_replicate, dp_shard, tp, ep, etp = degrees
     layout = Layout(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, ep=ep, etp=etp)
-    ranks = pool.run(layout.world, _train, scenario, layout, dispatcher)
+    ranks = pool.run(layout.world, _train, scenario, layout, dispatcher, domain)
     assert_same_run(ranks[0], single_process(scenario))
     assert_bitwise_replicas(ranks)

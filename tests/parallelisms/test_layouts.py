@@ -63,6 +63,15 @@ CASES = [
 ]
 
 
+# model, layout, dispatcher, ranks of a domain.
+CASES_OF_DOMAINS = [
+    ("qwen3", L(1, 2, 2, 4, 1), "alltoall", 2),
+    ("deepseek_8_groups", L(2, 2, 2, 8, 1), "auto", 4),
+    ("qwen3_6_shared", L(1, 2, 4, 2, 4), "alltoall", 2),
+    ("deepseek_8_groups", L(1, 4, 2, 4, 2), "nvlink", 4),
+]
+
+
 def case_id(case: tuple) -> str:
     model, layout, dispatcher = case
     dense = f"dpr{layout.dp_replicate}-dps{layout.dp_shard}-tp{layout.tp}"
@@ -103,6 +112,14 @@ def test_layout_promise(pool, single_process, case) -> None:
     model, layout, dispatcher = case
     ranks = pool.run(layout.world, _train, model, layout, dispatcher, {})
     assert all(norm > CLIPPED.max_norm for norm in ranks[0]["norm"])
+    assert_same_run(ranks[0], single_process(model))
+    assert_bitwise_replicas(ranks)
+
+
+@pytest.mark.parametrize(("model", "layout", "dispatcher", "domain"), CASES_OF_DOMAINS, ids=str)
+def test_layout_promise_across_domains(pool, single_process, model, layout, dispatcher, domain) -> None:
+    options = {"dispatch_domain": domain, "dispatch_tokens": local_batch(layout) * tiny.SEQ // layout.tp, "dispatch_sms": 3}
+    ranks = pool.run(layout.world, _train, model, layout, dispatcher, options)
     assert_same_run(ranks[0], single_process(model))
     assert_bitwise_replicas(ranks)
 

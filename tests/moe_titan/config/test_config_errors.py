@@ -163,6 +163,18 @@ COMMAND_LINES = [
     (MOE, "--moe.capacity_factor 0", 1, ["moe.capacity_factor = 0", "> 0"]),
     (
         MOE,
+        "--moe.dispatch_domain 3 --parallelism.expert_parallel_degree 4",
+        4,
+        ["moe.dispatch_domain = 3", "must divide 4", "use one of 1, 2, 4"],
+    ),
+    (
+        MOE,
+        "--moe.dispatch_domain 2 --moe.dispatcher allgather --parallelism.expert_parallel_degree 4",
+        4,
+        ["moe.dispatch_domain = 2", "must be none", "alltoall and nvlink"],
+    ),
+    (
+        MOE,
         "--moe.capacity_factor 1.5 --moe.dispatcher alltoall --parallelism.expert_parallel_degree 2",
         2,
         ["moe.capacity_factor = 1.5", 'moe.dispatcher = "nvlink"'],
