@@ -42,8 +42,9 @@ def main() -> None:
     options, argv = parser.parse_known_args()
     trainer = Trainer(read_inputs([*argv, *SETTINGS], int(os.environ.get("WORLD_SIZE", "1"))))
     folder = Path(trainer.config.job.dump_folder, "checkpoint")
-    _steps(trainer)  # compiles
-    plain_step = statistics.median(_steps(trainer))
+    if options.modes:
+        _steps(trainer)  # compiles
+        plain_step = statistics.median(_steps(trainer))
     for mode in options.modes:
         _measure_saves(trainer, mode, folder, plain_step)
     _measure_disk(trainer, folder, options.rounds)

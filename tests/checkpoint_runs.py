@@ -72,10 +72,10 @@ def _without_random(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key not in ("random", "position")}
 
 
-def save_on_every_layout(corpus: Path, folder: Path, model: dict, layouts: dict[str, dict]) -> tuple[dict, list[dict]]:
+def save_on_every_layout(corpus: Path, folder: Path, model: dict, layouts: dict[str, dict]) -> tuple[dict, dict, list[dict]]:
     """Trains three steps on the first layout; what it saves travels to each other one and is saved from there.
 
-    Returns the state after them, and the records of three more steps on the first layout.
+    Returns the state after them, and the state after and the records of three more steps on the first layout.
     """
     first, *others = layouts
     common = {"checkpoint.last_save_model_only": False}
@@ -89,41 +89,52 @@ def save_on_every_layout(corpus: Path, folder: Path, model: dict, layouts: dict[
 
         trainer.engine.step = step
         trainer.train()
+        end = trainer_runs.state(trainer)
     for name in others:
         with trainer_in_this_group(trainer_runs.arguments(corpus, folder / name, model, layouts[name])) as trainer:
             progress = trainer.checkpointer.load(Found(folder / first / "checkpoint" / "step-3", model_only=False))
             trainer.checkpointer.save(progress, next_lr=0.0)
     records = trainer_runs.records(folder / first) if dist.get_rank() == 0 else []
-    return after[0], records[3:]
+    return after[0], end, records[3:]
 
 
 def load_on_every_layout(
-    corpus: Path, folder: Path, model: dict, layouts: dict[str, dict], most: int, expected: dict, later: list[dict]
+    corpus: Path, folder: Path, model: dict, layouts: dict[str, dict], same: str, expected: dict, end: dict, later: list[dict]
 ) -> list[str]:
-    """Loads the checkpoints of all layouts, or of the ``most`` that follow, on each of ``layouts``; trains on from the last
-    that it loads on every second. Returns what has been compared."""
+    """Loads the checkpoints of all layouts on each of ``layouts`` and trains on from the last. Returns what has been compared.
+
+    Args:
+        same: the layout on which the run went on to ``end``, with the records ``later``.
+    """
     compared = []
     paths = sorted(folder.glob("*/checkpoint/step-3"))
     for number, (name, degrees) in enumerate(layouts.items()):
         arguments = trainer_runs.arguments(corpus, folder / f"loads on {name}", model, {"checkpoint.load_only": True}, degrees)
         with trainer_in_this_group(arguments) as trainer:
-            for turn in range(min(most, len(paths))):
-                path = paths[(number + turn) % len(paths)]
+            for path in paths[number:] + paths[:number]:
                 _scramble(trainer)
                 progress = trainer.checkpointer.load(Found(path, model_only=False))
                 trainer.step, trainer.tokens, trainer.schedule_step = progress
                 assert_equal(_without_random(trainer_runs.state(trainer)), _without_random(expected), f"{path} on {name}")
                 compared.append(f"{path.parent.parent.name} on {name}")
-            if number % 2 == 0:
-                trainer.train()
-        if dist.get_rank() == 0 and number % 2 == 0:
-            records = trainer_runs.records(folder / f"loads on {name}")
-            assert [record["step"] for record in records] == [4, 5, 6]
-            for actual, wanted in zip(records, later, strict=True):
-                assert (actual["tokens"], actual.get("expert_load")) == (wanted["tokens"], wanted.get("expert_load"))
-                for key in ("loss", "grad_norm", "mtp_loss"):
-                    assert relative_error(actual[key], wanted[key]) <= 1e-5, f"{key} on {name}"
+            trainer.train()
+            reached = _without_random(trainer_runs.state(trainer))
+        if name == same:
+            assert_equal(reached, _without_random(end), name)
+        for kind in ("parameters", "moments"):
+            for key, value in end[kind].items():
+                assert relative_error(reached[kind][key], value) <= 1e-5, f"{key} on {name}"
+        if dist.get_rank() == 0:
+            _compare_records(trainer_runs.records(folder / f"loads on {name}"), later, 0.0 if name == same else 1e-5)
     return compared
+
+
+def _compare_records(records: list[dict], later: list[dict], tolerance: float) -> None:
+    assert [record["step"] for record in records] == [4, 5, 6]
+    for actual, wanted in zip(records, later, strict=True):
+        assert (actual["tokens"], actual.get("expert_load")) == (wanted["tokens"], wanted.get("expert_load"))
+        for key in ("loss", "grad_norm", "mtp_loss"):
+            assert relative_error(actual[key], wanted[key]) <= tolerance, key
 
 
 def errors_of_loads(cases: list[Path], checksums: bool = True) -> list[str | None]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
 from kernels.adamw import split_fp32
@@ -53,7 +53,18 @@ class SavePlanner(DefaultSavePlanner):
     def __init__(self, state: dict[str, Any]):
         super().__init__()
         self._deferred = {key: value for key, value in state.items() if isinstance(value, Deferred)}
+        self._scratch: dict[tuple, Tensor] = {}
         self.state = state | {key: _without_data(value) for key, value in self._deferred.items()}
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = super().resolve_data(write_item)
+        if not isinstance(data, Tensor) or data.is_cuda or data.is_contiguous():
+            return data
+        # The writer would copy it into new memory each time, for whose pages the system takes longer than for the copy.
+        kind = (data.shape, data.dtype)
+        if kind not in self._scratch:
+            self._scratch[kind] = torch.empty_like(data, memory_format=torch.contiguous_format)
+        return self._scratch[kind].copy_(data)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         deferred = self._deferred.get(index.fqn)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from moe_titan.interchange.manifest import FileSum, Manifest, SummedFile, damage
 from moe_titan.interchange.metadata import METADATA
@@ -46,6 +47,17 @@ class _SummingFileSystem(FileSystem):
         return {name: file.sum for name, file in self.files.items()}
 
 
+@contextmanager
+def _one_sum() -> Generator[None, None, None]:
+    """torch.save would sum up each tensor a second time, for a field that torch.load does not read."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
 class Writer(FileSystemWriter):
     """torch.distributed.checkpoint's writer, which sums up what it writes.
 
@@ -63,7 +75,8 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
-            written = _Written(super().write_data(plan, planner).value())
+            with _one_sum():
+                written = _Written(super().write_data(plan, planner).value())
         except RuntimeError as error:
             raise next((file.error for file in self._summing.files.values() if file.error), error) from None
         written.files = self._summing.sums()

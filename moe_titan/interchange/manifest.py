@@ -1,8 +1,10 @@
 """``manifest.json`` beside a checkpoint's ``.metadata``: size and CRC-32 of every file, and the layout that saved them."""
 
+import itertools
 import json
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -74,12 +76,29 @@ def _problem(file: Path, saved: FileSum, checksums: bool) -> str | None:
 
 
 def checksum(file: Path) -> FileSum:
-    size = crc = 0
-    block = memoryview(bytearray(_BLOCK))
+    """Sums up a block while the next one is read."""
+    size, crc, blocks = 0, _Sum(), itertools.cycle([memoryview(bytearray(_BLOCK)) for _ in range(2)])
     with file.open("rb", buffering=0) as stream:
-        while read := stream.readinto(block):
-            size, crc = size + read, zlib.crc32(block[:read], crc)
-    return FileSum(size, crc)
+        while read := stream.readinto(block := next(blocks)):
+            size += read
+            crc.add(block[:read])
+    return FileSum(size, crc.value())
+
+
+class _Sum:
+    """A CRC-32 that a thread of its own works out: zlib leaves Python's lock to others meanwhile."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._crc: Future[int] = Future()
+        self._crc.set_result(0)
+
+    def add(self, data: Any) -> None:
+        """Waits for what was added before; ``data`` must not change before :meth:`value` or the next call."""
+        self._crc = self._thread.submit(zlib.crc32, data, self._crc.result())
+
+    def value(self) -> int:
+        return self._crc.result()
 
 
 class SummedFile:
@@ -90,22 +109,25 @@ class SummedFile:
 
     def __init__(self, stream: IO[bytes], checksums: bool):
         self._stream = stream
-        self._size, self._crc = 0, 0 if checksums else None
+        self._size, self._crc = 0, _Sum() if checksums else None
         self.error: OSError | None = None
 
     @property
     def sum(self) -> FileSum:
-        return FileSum(self._size, self._crc)
+        return FileSum(self._size, None if self._crc is None else self._crc.value())
 
     def write(self, data: Any) -> int:
         self._size += memoryview(data).nbytes
         if self._crc is not None:
-            self._crc = zlib.crc32(data, self._crc)
+            self._crc.add(data)
         try:
             return self._stream.write(data)
         except OSError as error:
             self.error = error
             raise
+        finally:
+            if self._crc is not None:
+                self._crc.value()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
