@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +25,7 @@ from moe_titan.checkpoint import CheckpointError, Found, Progress, SaveError, co
 from moe_titan.checkpoint.folder import RunFolder
 from moe_titan.checkpoint.reader import StoredRun
 from moe_titan.checkpoint.saver import Saver
+from moe_titan.checkpoint.staging import Staging
 from moe_titan.inputs import read_inputs
 from moe_titan.trainer import Trainer
 
@@ -292,6 +294,37 @@ def failing_background_run(arguments: list[str], step: int) -> tuple[str, int, s
     except SaveError as error:
         return str(error), trainer.step, complete_steps(Path(trainer.config.job.dump_folder) / "checkpoint")
     raise AssertionError("the run did not fail")
+
+
+class LateStaging(Staging):
+    """Copies as late as a GPU may: when what is copied is about to change."""
+
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        staged = super().copy(state)
+        self._block.fill_(255)
+        self._lock, self._about_to_change = threading.Lock(), threading.Event()
+        self._copy_late = partial(super().copy, state)
+        return staged
+
+    def hold(self) -> None:
+        if self._block is not None:
+            self._finish()
+            self._about_to_change.set()
+
+    def wait(self) -> None:
+        if self._block is not None:
+            self._about_to_change.wait(2)  # After the last step nothing does.
+            self._finish()
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._copy_late()
+            self._copy_late = lambda: None
+
+
+def run_with_late_copies(arguments: list[str]) -> None:
+    with patch("moe_titan.checkpoint.saver.Staging", LateStaging):
+        trainer_runs.run(arguments)
 
 
 def most_made_at_once(arguments: list[str]) -> tuple[int, int]:

@@ -94,6 +94,19 @@ def test_saved_in_the_background_resumes_bitwise(pool, corpus, straight, tmp_pat
         assert_equal(end, whole)
 
 
+@pytest.mark.parametrize("more", [{}, {"moe.rebalance_interval": 1}], ids=["experts stay", "experts move"])
+def test_nothing_changes_before_it_has_been_copied(pool, corpus, tmp_path, more) -> None:
+    """Steps that are computed while the copy of the state before them is made."""
+    common = {"checkpoint.interval": 1, "checkpoint.keep_latest_k": 0, "training.steps": 4} | more
+    for mode, run in (("disabled", trainer_runs.run), ("async_with_pinned_mem", checkpoint_runs.run_with_late_copies)):
+        argv = arguments(corpus, tmp_path / mode, MODELS["deepseek"], ON_2, common, {"checkpoint.async_mode": mode})
+        pool.run(2, run, argv, group=False)
+    for step in (1, 2, 3, 4):
+        for file in ("__0_0.distcp", "__1_0.distcp"):
+            sums = {mode: checksum(tmp_path / mode / "checkpoint" / f"step-{step}" / file) for mode in MODES[::2]}
+            assert sums["disabled"] == sums["async_with_pinned_mem"], f"{file} of step {step}"
+
+
 def _run_and_warnings(argv: list[str]) -> tuple[dict, int]:
     with patch("parallelisms.dispatch.capacity.logger.warning") as warning:
         return trainer_runs.run(argv)[1], warning.call_count

@@ -12,6 +12,7 @@ from moe_titan import convert
 from moe_titan.interchange import InterchangeError
 from moe_titan.interchange.dcp import Checkpoint
 from moe_titan.interchange.dialects import dialect_of, to_dialect
+from moe_titan.interchange.manifest import MANIFEST, Manifest, checksum, read_manifest
 
 MOE = {
     "output.weight": "lm_head.weight",
@@ -66,6 +67,16 @@ def test_there_and_back(tmp_path, attention) -> None:
         back.planner_data,
     )
     assert Checkpoint(tmp_path / "new").metadata.planner_data.keys() == renamed.keys()
+
+
+def test_the_manifest_is_of_the_new_files(tmp_path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    dcp.save({"output.weight": torch.ones(2)}, checkpoint_id=old, no_dist=True)
+    Manifest({"tp": 2}, {file.name: checksum(file) for file in old.iterdir()}).write(old)
+    assert convert.main([str(old), str(new), "--dialect", "0.3.0"]) == 0
+    files = {file.name: checksum(file) for file in new.iterdir() if file.name != MANIFEST}
+    assert read_manifest(new) == Manifest({"tp": 2}, files)
+    assert read_manifest(old).files[".metadata"] != files[".metadata"]
 
 
 def assert_loads(folder: Path, expected: dict) -> None:
