@@ -22,13 +22,9 @@ class ParallelOptions:
 
     ``dispatch_tokens``: the most tokens that a rank has in a micro-batch; ``dispatch_sms``: see
     :func:`parallelisms.dispatch.build_dispatcher` for both; ``capacity_factor``: see
-<<<<<<< HEAD
     :class:`parallelisms.dispatch.capacity.RowCapacity`; ``stash_factor``: rows that the experts of all layers together keep for
     backward, times those of even loads, where a dispatcher gives fixed room; None keeps all that room.
-=======
-    :class:`parallelisms.dispatch.capacity.RowCapacity`.
     ``dispatch_domain``: see :func:`parallelisms.domains.domain_size`.
->>>>>>> d003c89 (Tokens cross between hosts once for each host: all-to-all in two hops, passed on inside by all-to-all or over NVLink, one host sync for both)
     ``recompute_option``: for selective recomputation "op", or k as a string for every k-th block in full.
     ``compile_backend``: None compiles nothing.
     """
