@@ -63,9 +63,7 @@ def summarize(path: Path) -> TraceSummary:
     Raises:
         ValueError: no GPU activity in the trace.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt") as file:
-        events = json.load(file)["traceEvents"]
+    events = read_events(path)
     # A host that runs ahead leaves kernels of the step before in the trace; their launches are not in it.
     launched = {event["args"]["correlation"] for event in events if event.get("cat") in _LAUNCHES}
     kernels = [event for event in events if event.get("cat") in _ON_GPU and event["args"]["correlation"] in launched]
@@ -91,6 +89,12 @@ def summarize(path: Path) -> TraceSummary:
         {kind: time * ms_per_step for kind, time in kinds.items()},
         {name: (sum(times) * ms_per_step, len(times)) for name, times in names.items()},
     )
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt") as file:
+        return json.load(file)["traceEvents"]
 
 
 def kind_of(name: str) -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a script, which need not be installed
 
-from benchmarks import environment
+from benchmarks import environment, product_share
 from benchmarks.torchtitan_run import parse_log, torchtitan_toml, write_corpus
 from benchmarks.trace_summary import summarize
 from moe_titan.config import Config, ConfigError, build_model_args, load_config
@@ -58,6 +58,7 @@ class Result:
     mfu: float | None = None
     of_dense: float | None = None  # TFLOP/s over those of one large product on this machine
     idle: float | None = None  # share of the profiled steps in which the GPU does nothing
+    low_precision: float | None = None  # share of the FLOPs of matrix products in the profiled steps
     memory_allocated_gib: float | None = None  # rank 0's peak of torch.cuda.max_memory_allocated
     memory_reserved_gib: float | None = None  # torchtitan's own figure: what torch's allocator held at most
     steps: Steps = field(default_factory=list)
@@ -162,12 +163,13 @@ def add_throughput(result: Result, config: Config, options: argparse.Namespace) 
     result.of_dense = flops / options.dense_rate if options.dense_rate else None
     if options.profile and (traces := traces_of(options.out / result.run)):
         result.idle = summarize(traces[-1]).idle
+        result.low_precision = product_share.low_precision_share(traces[-1]) if result.run.startswith("ours") else None
 
 
 def table(results: list[Result]) -> str:
     """The results as text, a row per run."""
     peer = next((result.tokens_per_second for result in results if result.run == "torchtitan"), None)
-    head = ["run", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "of dense", "idle", "memory GiB", "x torchtitan"]
+    head = ["run", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "of dense", "idle", "FP8", "memory GiB", "x torchtitan"]
     rows = [head + [f"loss@{step}" for step in LOSS_STEPS]]
     for result in results:
         speed = result.tokens_per_second
@@ -180,6 +182,7 @@ def table(results: list[Result]) -> str:
                 shown(result.mfu, ".1%"),
                 shown(result.of_dense, ".1%"),
                 shown(result.idle, ".1%"),
+                shown(result.low_precision, ".1%"),
                 shown(result.memory_allocated_gib, ".1f"),
                 shown(speed / peer if speed and peer else None, ".3f"),
                 *(shown(losses.get(step), ".4f") for step in LOSS_STEPS),
@@ -224,7 +227,8 @@ def trace_report(folder: Path) -> str:
     if not traces:
         return f"{folder.name}: no trace"
     try:
-        return f"{folder.name}: {traces[-1]}\n{summarize(traces[-1])}"
+        products = f"\n{product_share.report(traces[-1])}" if folder.name.startswith("ours") else ""
+        return f"{folder.name}: {traces[-1]}\n{summarize(traces[-1])}{products}"
     except ValueError as error:  # a run without GPUs
         return str(error)
 
@@ -292,7 +296,8 @@ def main(argv: list[str]) -> int:
     print(table(results))
     print(
         f"Throughput: median over windows of {LOG_FREQ} steps after step {WARMUP_STEPS}. Memory: peak allocated by torch "
-        "on rank 0. TFLOP/s and MFU: model FLOPs, causal attention halved. Of dense: of the rate of one large product."
+        "on rank 0. TFLOP/s and MFU: model FLOPs, causal attention halved. Of dense: of the rate of one large product. FP8: "
+        "share of the FLOPs of the matrix products that ran."
     )
     for pair, difference in report["loss_differences"].items():
         print(f"largest relative difference of a logged loss, {pair}: {difference:.2e}")

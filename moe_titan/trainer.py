@@ -191,6 +191,7 @@ class Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         idle = max(settings.profile_freq - settings.profiler_warmup - settings.profiler_active, 0)
         return torch.profiler.profile(
+            record_shapes=True,  # types and sizes tell which products ran in which precision
             schedule=torch.profiler.schedule(wait=idle, warmup=settings.profiler_warmup, active=settings.profiler_active),
             on_trace_ready=lambda trace: trace.export_chrome_trace(
                 str(folder / f"rank{dist.get_rank()}_step{self.step}.json.gz")

@@ -185,16 +185,30 @@ def test_throughput_is_the_median_of_whole_timed_windows(tmp_path):
 def test_table_and_loss_differences():
     def result(run, speed, *losses):
         steps = [{"step": step, "loss": loss} for step, loss in zip((1, 10), losses, strict=False)]
-        return Result(run, "", 1.0, None, speed, 230.0, 0.2326, 0.31, 0.004, 98.5, None, steps)
+        return Result(run, "", 1.0, None, speed, 230.0, 0.2326, 0.31, 0.004, 0.85, 98.5, None, steps)
 
     failed = Result("ours-ep1", "", 1.0, error="exit code 1")
     results = [result("ours", 33_000.4, 12.0, 6.0), failed, result("ours-tp2", 27_000.0, 12.0, 6.006)]
     results.append(result("torchtitan", 30_000.0, 12.1, 6.1))
     rows = [line.split() for line in train_step.table(results).splitlines()]
     assert rows[0][:3] == ["run", "tokens/s/GPU", "TFLOP/s/GPU"] and rows[0][-4:] == "loss@1 loss@10 loss@25 loss@50".split()
-    assert rows[1] == ["ours", "33,000", "230.0", "23.3%", "31.0%", "0.4%", "98.5", "1.100", "12.0000", "6.0000", "-", "-"]
-    assert rows[2] == ["ours-ep1"] + ["-"] * 11
-    assert rows[4][7] == "1.000"
+    assert rows[1] == [
+        "ours",
+        "33,000",
+        "230.0",
+        "23.3%",
+        "31.0%",
+        "0.4%",
+        "85.0%",
+        "98.5",
+        "1.100",
+        "12.0000",
+        "6.0000",
+        "-",
+        "-",
+    ]
+    assert rows[2] == ["ours-ep1"] + ["-"] * 12
+    assert rows[4][8] == "1.000"
     assert len({len(line) for line in train_step.table(results).splitlines()}) == 1
     assert train_step.loss_differences(results) == {"ours-tp2 to ours": pytest.approx(1e-3)}
     assert train_step.loss_differences(results[-1:]) == {}
