@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -11,6 +11,8 @@ from float8.emulation import EmulatedLinear
 from float8.experts import EmulatedProducts, Float8Products
 from float8.recipes import RECIPES
 from kernels.expert_mlp import Products
+
+Parts = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,15 @@ class Conversion:
         return "\n".join(f"{kind} ({count})" for kind, count in kinds.items())
 
 
-def convert(model: nn.Module, options: Float8Options, expert_tensor_parallel_degree: int = 1) -> Conversion:
+def convert(
+    model: nn.Module, options: Float8Options, expert_tensor_parallel_degree: int = 1, parts: Mapping[str, Parts] | None = None
+) -> Conversion:
     """Converts the blocks' linear layers and experts, in place and under the same names, before any parallelism.
 
     Never converted: router, embedding, norms, head, attention core.
+
+    Args:
+        parts: into how many parts tensor parallelism will cut the two dimensions of linear layers' weights, by name of the layer.
 
     Raises:
         ValueError: a recipe finds no module to convert, or a filter none to exempt.
@@ -69,7 +76,9 @@ def convert(model: nn.Module, options: Float8Options, expert_tensor_parallel_deg
     result = Conversion()
     for name, module, key in candidates:
         recipe = getattr(options, key)
-        reason = _exempt(name, len(model.layers), options) or _untiled(module, recipe, expert_tensor_parallel_degree)
+        reason = _exempt(name, len(model.layers), options) or _untiled(
+            module, recipe, (parts or {}).get(name, (1, expert_tensor_parallel_degree))
+        )
         if reason:
             result.left[name] = reason
         else:
@@ -103,14 +112,15 @@ def _exempt(name: str, num_layers: int, options: Float8Options) -> str | None:
     return f'contains "{matches[0]}"' if matches else None
 
 
-def _untiled(module: nn.Module, recipe: str, expert_tensor_parallel_degree: int) -> str | None:
-    """Why the recipe's kernels cannot cut the module's weights into tiles."""
+def _untiled(module: nn.Module, recipe: str, parts: Parts) -> str | None:
+    """Why the recipe's kernels cannot cut a rank's part of the module's weights (of experts w2's) into tiles."""
     if isinstance(module, nn.Linear):
         if module.bias is not None:
             return "has a bias"
-        sizes = module.in_features, module.out_features
+        whole = module.out_features, module.in_features
     else:
-        sizes = module.w2.shape[1], module.w2.shape[2] // expert_tensor_parallel_degree
+        whole = module.w2.shape[1], module.w2.shape[2]
+    sizes = [size // count for size, count in zip(whole, parts, strict=True)]
     tile = RECIPES[recipe].tile
     wrong = [str(size) for size in sizes if size % tile]
     return f"{' and '.join(wrong)} not a multiple of {tile}" if wrong else None
@@ -120,7 +130,12 @@ def _convert_module(model: nn.Module, name: str, module: nn.Module, recipe: str,
     if not isinstance(module, nn.Linear):
         module.products = expert_products(recipe, options)
         return
-    linear = EmulatedLinear(module, RECIPES[recipe]) if options.emulate else _torchao_linear(module, recipe)
+    if options.emulate:
+        linear: nn.Linear = EmulatedLinear(module, RECIPES[recipe])
+    else:
+        from float8.torchao_linear import TorchaoLinear  # slow to import
+
+        linear = TorchaoLinear.of(module, recipe)
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, linear)
 
@@ -131,13 +146,6 @@ def expert_products(recipe: str, options: Float8Options) -> Products:
     if options.emulate:
         return EmulatedProducts(RECIPES[recipe], wide_grad)
     return Float8Products(recipe == "blockwise", wide_grad)
-
-
-def _torchao_linear(linear: nn.Linear, recipe: str) -> nn.Linear:
-    from torchao.float8.config import Float8LinearConfig  # slow to import
-    from torchao.float8.float8_linear import Float8Linear
-
-    return Float8Linear.from_float(linear, Float8LinearConfig.from_recipe_name(recipe))
 
 
 def _check_converted(options: Float8Options, key: str, candidates: list[str], result: Conversion) -> None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.recipes import Recipe, rotate_rows
+from float8.shards import on_shards
 
 
 def output(recipe: Recipe, x_RK: Tensor, weight_NK: Tensor) -> Tensor:
@@ -47,4 +48,7 @@ class EmulatedLinear(nn.Linear):
 
     @torch.compiler.disable  # torch 2.11 compiles the function above into one without a gradient
     def forward(self, input: Tensor) -> Tensor:
-        return _EmulatedLinear.apply(input.flatten(0, -2), self.weight, self.recipe).unflatten(0, input.shape[:-1])
+        return on_shards(self._product, input, self.weight)
+
+    def _product(self, x: Tensor, weight_NK: Tensor) -> Tensor:
+        return _EmulatedLinear.apply(x.flatten(0, -2), weight_NK, self.recipe).unflatten(0, x.shape[:-1])

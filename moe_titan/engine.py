@@ -28,7 +28,7 @@ from parallelisms.dispatch.nvlink import NvlinkDispatcher
 from parallelisms.folded_mesh import FoldedMesh
 from parallelisms.parallelize import ParallelOptions, parallelize
 from parallelisms.routing import RoutingTape
-from parallelisms.tensor_parallel import sequence_share
+from parallelisms.tensor_parallel import sequence_share, weight_parts
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Engine:
     ):
         self.args, self.mesh, self.device, self.options, self.parallel = args, mesh, device, options, parallel
         self.model = build_model(name, args, options.mtp_layers)
-        self.conversion = convert(self.model, options.float8, mesh.layout.etp)
+        self.conversion = convert(self.model, options.float8, mesh.layout.etp, weight_parts(self.model, mesh.layout.tp))
         self.model.output.group = mesh.group("tp")
         programs = record_initialization(self.model, device)
         for name, parameter in self.model.named_parameters():

@@ -15,6 +15,7 @@ from moe_titan.config import Config, ConfigError, build_model_args, load_config
 from moe_titan.data import Tokenizer, build_source, build_tokenizer
 from moe_titan.data.source import Source
 from moe_titan.models import build_model
+from parallelisms.tensor_parallel import weight_parts
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ def read_inputs(argv: Sequence[str], world_size: int) -> Inputs:
     args = build_model_args(config)
     try:
         if float8_options(config).enabled:
-            degree = config.parallelism.expert_tensor_parallel_degree
-            convert(build_model(config.model.name, args), float8_options(config), degree)
+            degrees, model = config.parallelism, build_model(config.model.name, args)
+            parts = weight_parts(model, degrees.tensor_parallel_degree)
+            convert(model, float8_options(config), degrees.expert_tensor_parallel_degree, parts)
         tokenizer, source = build_tokenizer(config), build_source(config.training)
         checkpoint = find_checkpoint(config) if config.checkpoint.enable else None
     except ValueError as error:

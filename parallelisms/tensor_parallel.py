@@ -86,6 +86,17 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         model.output.weight = model.tok_embeddings.weight
 
 
+def weight_parts(model: nn.Module, degree: int) -> dict[str, tuple[int, int]]:
+    """Into how many parts the two dimensions of the weights of blocks' linear layers are cut, by name of the layer."""
+    parts = {ColwiseParallel: (degree, 1), RowwiseParallel: (1, degree)}
+    return {
+        f"{name}.{key}": parts.get(type(style), (1, 1))
+        for name, block in blocks(model).items()
+        for key, style in _block_plan(block).items()
+        if isinstance(block.get_submodule(key), nn.Linear)
+    }
+
+
 def _block_plan(block: nn.Module) -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
     plan |= _mla_plan(block.attention) if hasattr(block.attention, "wkv_a") else _gqa_plan(block.attention)

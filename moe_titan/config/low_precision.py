@@ -9,7 +9,6 @@ from moe_titan.config.errors import one_of, show
 from moe_titan.config.sections import Config, Float8
 
 _PARTS = {"float8.recipe": "linears", "float8.expert_recipe": "experts"}
-_TP = "parallelism.tensor_parallel_degree"
 
 
 def check_low_precision(config: Config) -> Iterator[str]:
@@ -20,8 +19,6 @@ def check_low_precision(config: Config) -> Iterator[str]:
         return
     if config.float8.expert_weight_grad_bf16 and "float8.expert_recipe" not in recipes:
         yield config.problem("float8.expert_weight_grad_bf16", "needs float8.expert_recipe")
-    if "float8.recipe" in recipes and config.get(_TP) > 1:
-        yield config.problem(_TP, "must be 1 with float8.recipe, which cannot split linear layers yet; float8.expert_recipe can")
     if config.float8.emulate:
         return
     for name, recipe in recipes.items():

@@ -12,6 +12,7 @@ from float8.convert import Float8Options, convert
 from float8.emulation import EmulatedLinear
 from kernels.expert_mlp import HIGH_PRECISION
 from moe_titan.models import build_model
+from parallelisms.tensor_parallel import weight_parts
 
 BOTH = Float8Options("mxfp8", "tensorwise", emulate=True)
 ATTENTION = ["attention.wq", "attention.wk", "attention.wv", "attention.wo"]
@@ -70,6 +71,17 @@ def test_expert_width_is_that_of_a_rank() -> None:
     assert convert(qwen3(), experts, 1).converted.keys() == layers("moe.experts")
     with pytest.raises(ValueError, match="no expert layer .2 left: 16 not a multiple of 32"):
         convert(qwen3(), experts, 2)
+
+
+def test_sizes_of_linear_layers_are_those_of_a_rank() -> None:
+    model = qwen3(num_shared_experts=1)
+    parts = weight_parts(model, 4)
+    assert parts["layers.0.attention.wq"] == (4, 1) and parts["layers.1.moe.shared_experts.w2"] == (1, 4)
+    result = convert(model, Float8Options("mxfp8", emulate=True), parts=parts)  # eight heads of 16, shared experts 32 wide
+    assert result.converted.keys() == layers(*ATTENTION)
+    assert result.left["layers.0.moe.shared_experts.w2"] == "8 not a multiple of 32"
+    latents = weight_parts(deepseek(), 2)
+    assert latents["layers.0.attention.wkv_a"] == (1, 1) and latents["layers.0.attention.wkv_b"] == (2, 1)
 
 
 def test_exemptions() -> None:

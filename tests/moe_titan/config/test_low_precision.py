@@ -94,10 +94,3 @@ def test_kernels_take_whole_tiles_of_tokens(gpu) -> None:
 )
 def test_settings_without_effect(flags, fragment) -> None:
     assert fragment in refusal(*flags)
-
-
-def test_linear_layers_cannot_be_split() -> None:
-    argv = [*MOE, "--parallelism.tensor_parallel_degree=2", "--float8.emulate=true"]
-    with pytest.raises(ConfigError, match="tensor_parallel_degree = 2: must be 1 with float8.recipe"):
-        load_config([*argv, "--float8.recipe=mxfp8"], 2)
-    assert load_config([*argv, "--float8.expert_recipe=mxfp8"], 2).float8.recipe == "none"
