@@ -1,5 +1,6 @@
 """A copy of a state in host memory, from which it is written while training goes on."""
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ class Staging:
     def __init__(self, keep: bool):
         self._keep = keep
         self._block: Tensor | None = None
+        self._unpin: weakref.finalize | None = None
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     @torch.no_grad()
@@ -60,9 +62,16 @@ class Staging:
     def _block_of(self, size: int) -> Tensor:
         if self._block is not None and len(self._block) >= size:
             return self._block
+        if self._unpin is not None:
+            self._unpin()
         block = torch.empty(size, dtype=torch.uint8)
         if self._keep:
-            self._block = _pinned(block)
+            self._block = block
+            if torch.cuda.is_available():
+                _pin(block)
+                # What is freed while it is pinned would be taken for pinned by whoever gets the memory next.
+                self._unpin = weakref.finalize(self, _unpin, block)
+                self._unpin.atexit = False
         return block
 
 
@@ -74,9 +83,9 @@ def _room(tensor: Deferred) -> int:
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _pinned(block: Tensor) -> Tensor:
-    """Pins the memory itself, for the rest of the process."""
-    if torch.cuda.is_available():
-        cudart = torch.cuda.cudart()
-        torch.cuda.check_error(int(cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0)))
-    return block
+def _pin(block: Tensor) -> None:
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0)))
+
+
+def _unpin(block: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
