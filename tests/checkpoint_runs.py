@@ -284,8 +284,10 @@ def failing_background_run(arguments: list[str], step: int) -> tuple[str, int, s
     save = trainer.checkpointer.save
 
     def full_disk(progress: Progress, *args: Any, **kwargs: Any) -> None:
-        if progress.step == step and dist.get_rank() == 0:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1))
+        if progress.step == step:
+            trainer.checkpointer._saver.settle()  # the save before, which may still be written in the background
+            if dist.get_rank() == 0:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1))
         save(progress, *args, **kwargs)
 
     trainer.checkpointer.save = full_disk
