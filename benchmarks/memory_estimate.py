@@ -81,16 +81,27 @@ def estimate(config: Config, world: int) -> Estimate:
     args = build_model_args(config)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        model = build_model(config.model.name, args)
-        parameters = num_parameters(model)
-        mesh = FoldedMesh(layout_of(config), "cpu")
-        spread = mesh.expert_model is not None
-        options = ParallelOptions("alltoall" if spread else "local", recompute=config.activation_checkpoint.mode)
-        plan = parallelize(model, mesh, options, RowCapacity(None, torch.device("cpu")))
-        states, gathered = states_of(model, plan)
+        parameters = num_parameters(build_model(config.model.name, args))
+        states, gathered = states_of(*laid_out(config, args))
     finally:
         dist.destroy_process_group()
     return Estimate(world, parameters, states, gathered, kept(config, args), at_work(config, args))
+
+
+def laid_out(config: Config, args: Any) -> tuple[nn.Module, ShardingPlan]:
+    """Rank 0's part of the model, on the meta device."""
+    model, mesh = build_model(config.model.name, args), FoldedMesh(layout_of(config), "cpu")
+    spread = mesh.expert_model is not None
+    options = ParallelOptions("alltoall" if spread else "local", recompute=config.activation_checkpoint.mode)
+    return model, parallelize(model, mesh, options, RowCapacity(None, torch.device("cpu")))
+
+
+def parameters_of(config: Config, args: Any) -> tuple[int, int, int]:
+    """Parameters that rank 0 holds outside of FSDP2, those of its shards under FSDP2, and the ranks that share these."""
+    model, plan = laid_out(config, args)
+    held = {name: local(parameter).numel() for name, parameter in model.named_parameters()}
+    ranks = max((plan[name].data_mesh.shape[-1] for name in held if plan[name].fsdp), default=1)
+    return *(sum(n for name, n in held.items() if plan[name].fsdp == fsdp) for fsdp in (False, True)), ranks
 
 
 def states_of(model: nn.Module, plan: ShardingPlan) -> tuple[int, int]:
@@ -112,9 +123,9 @@ def _unit(name: str) -> str:
 
 def kept(config: Config, args: Any) -> int:
     """Bytes that the layers keep from forward to backward; a dense layer is taken for as wide as an MoE layer is to a token."""
-    T, N, R, F = _sizes(config, args)
+    T, N, R, F = sizes_of(config, args)
     D, shared = args.dim, args.moe_args.num_shared_experts * args.moe_inter_dim
-    query_key, value = _head_dims(args)
+    query_key, value = head_dims(args)
     per_layer = {
         # The layer's input.
         "full": T * D,
@@ -130,11 +141,11 @@ def kept(config: Config, args: Any) -> int:
 def at_work(config: Config, args: Any) -> int:
     """Bytes of one layer's routed experts in backward: rows, their gradients, those of the outputs, pre-activations and their
     gradients; and what nvlink's ranks share."""
-    _, N, R, F = _sizes(config, args)
+    _, N, R, F = sizes_of(config, args)
     return 2 * R * (3 * args.dim + 4 * F) + 2 * N * args.dim
 
 
-def _sizes(config: Config, args: Any) -> tuple[int, int, int, int]:
+def sizes_of(config: Config, args: Any) -> tuple[int, int, int, int]:
     """Tokens T of a rank, N that it has room for from its expert group, rows R that nvlink has room for, width F of an expert."""
     degrees, moe = config.parallelism, args.moe_args
     tokens = config.training.local_batch_size * config.training.seq_len // degrees.tensor_parallel_degree
@@ -144,7 +155,7 @@ def _sizes(config: Config, args: Any) -> tuple[int, int, int, int]:
     return tokens, tokens * ranks if ranks > 1 else 0, rows, args.moe_inter_dim // etp
 
 
-def _head_dims(args: Any) -> tuple[int, int]:
+def head_dims(args: Any) -> tuple[int, int]:
     """Widths of a head's queries (and keys) and of its values."""
     if hasattr(args, "kv_lora_rank"):
         return args.qk_nope_head_dim + args.qk_rope_head_dim, args.v_head_dim
