@@ -21,7 +21,7 @@ class Float8Options:
 
     ``filter_fqns``: a module whose name contains one of these stays as it is, as do all modules of the first and last so many
     blocks. ``expert_weight_grad_bf16``: the experts' weight gradient is not quantised. ``emulate``: compute on any machine what
-    the recipe's kernels would, slowly.
+    the recipe's kernels would, slowly. ``all_gather``: FSDP2 gathers weights in FP8 where one quantisation serves all products.
     """
 
     recipe: str = "none"
@@ -31,6 +31,7 @@ class Float8Options:
     last_layers_bf16: int = 0
     expert_weight_grad_bf16: bool = False
     emulate: bool = False
+    all_gather: bool = False
 
     @property
     def enabled(self) -> bool:

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from float8.all_gather import TiledWeight
 from float8.grouped_emulation import grouped_input_grad, grouped_output, grouped_weight_grad
 from float8.recipes import Recipe
 from kernels.expert_mlp import HIGH_PRECISION, Kept, Operand, Products
@@ -44,7 +45,11 @@ class Float8Products(Products):
     def _product(self, x: Operand, w_ENK: Tensor, offsets_E: Tensor, transposed: bool) -> Tensor:
         if isinstance(x, Tensor):
             x = quantize_rows(x, offsets_E[-1:], self.blockwise)
-        return grouped_mm_fp8(*x, *quantize_weights(w_ENK, self.blockwise, transposed), offsets_E, self.blockwise)
+        if isinstance(w_ENK, TiledWeight):
+            weights = w_ENK.operand(transposed)
+        else:
+            weights = quantize_weights(w_ENK, self.blockwise, transposed)
+        return grouped_mm_fp8(*x, *weights, offsets_E, self.blockwise)
 
     def weight_grad(self, grad_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
         if self.high_precision_weight_grad:

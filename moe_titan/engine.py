@@ -25,6 +25,7 @@ from moe_titan.step_result import Numbers, StepResult
 from moe_titan.unread_steps import UnreadSteps
 from parallelisms.dispatch.capacity import RowCapacity
 from parallelisms.dispatch.nvlink import NvlinkDispatcher
+from parallelisms.float8_gather import gather_in_float8
 from parallelisms.folded_mesh import FoldedMesh
 from parallelisms.parallelize import ParallelOptions, parallelize
 from parallelisms.routing import RoutingTape
@@ -81,6 +82,8 @@ class Engine:
         self.capacity = RowCapacity(parallel.capacity_factor, device, noted=parallel.stash_factor is not None)
         self.plan = parallelize(self.model, mesh, parallel, self.capacity)
         initialize(self.model, programs, options.seed, device)
+        gather = options.float8.all_gather
+        self._scales = gather_in_float8(self.model, self.plan, self.conversion) if gather else None
         self.optimizer = ShardedAdamW(
             self.model,
             self.plan,
@@ -115,6 +118,7 @@ class Engine:
         """Loss per trained token of the global batch; leaves no trace in model, optimizer or balancer."""
         self._unread.wait()
         self.model.eval()
+        self._update_scales()
         denominator = self.count_trained(micro_batches).clamp(min=1)
         loss = self._evaluate_on(micro_batches, denominator)
         if (exceeded := self.capacity.take_exceeded()) is not None and exceeded:
@@ -135,6 +139,7 @@ class Engine:
     @torch.enable_grad()  # whoever waits for it
     def _step(self, micro_batches: Sequence[MicroBatch], lr: float) -> Numbers:
         self.model.train()
+        self._update_scales()
         self.optimizer.expect(len(micro_batches))
         denominator = self.count_trained(micro_batches).clamp(min=1)
         losses_N, balance = self._train_on(micro_batches, denominator)
@@ -147,6 +152,10 @@ class Engine:
         load = self.balancer.step(self.optimizer.halted)
         mtp_loss = losses_N[1:].mean() if self.options.mtp_layers else None
         return Numbers(update, losses_N[0], denominator, load, self._total(balance), exceeded, mtp_loss)
+
+    def _update_scales(self) -> None:
+        if self._scales is not None:
+            self._scales.update()
 
     def _train_on(self, micro_batches: Sequence[MicroBatch], denominator: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Gradients and counts of these micro-batches and of no others.

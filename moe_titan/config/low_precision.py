@@ -1,6 +1,7 @@
 """Checks of the section `[float8]`: its keys among each other, the layout, and the hardware."""
 
 from collections.abc import Iterator
+from math import gcd
 
 import torch
 
@@ -19,6 +20,8 @@ def check_low_precision(config: Config) -> Iterator[str]:
         return
     if config.float8.expert_weight_grad_bf16 and "float8.expert_recipe" not in recipes:
         yield config.problem("float8.expert_weight_grad_bf16", "needs float8.expert_recipe")
+    if config.float8.all_gather:
+        yield from _check_all_gather(config)
     if config.float8.emulate:
         return
     for name, recipe in recipes.items():
@@ -27,6 +30,21 @@ def check_low_precision(config: Config) -> Iterator[str]:
     if "float8.recipe" in recipes and tokens % TILE:
         what = f"times local_batch_size gives {tokens} tokens, which must be a multiple of {TILE} with float8.recipe"
         yield config.problem("training.seq_len", f"{what}; change either")
+
+
+def _check_all_gather(config: Config) -> Iterator[str]:
+    """One copy of a weight serves both its products only in recipes whose scales are the same in both directions."""
+    degrees, float8 = config.parallelism, config.float8
+    replica = degrees.data_parallel_shard_degree * degrees.context_parallel_degree * degrees.tensor_parallel_degree
+    expert_ranks = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree
+    linears = float8.recipe == "tensorwise" and degrees.data_parallel_shard_degree > 1
+    experts = float8.expert_recipe == "blockwise" and replica // gcd(replica, expert_ranks) > 1
+    if float8.emulate:
+        yield config.problem("float8.all_gather", "needs float8.emulate = false: emulated products read weights in bf16")
+    elif not (linears or experts):
+        needs = 'needs float8.recipe = "tensorwise" and parallelism.data_parallel_shard_degree above 1, or'
+        also = 'float8.expert_recipe = "blockwise" and experts on fewer ranks than hold a replica; set it to false'
+        yield config.problem("float8.all_gather", f"{needs} {also}")
 
 
 def _check_unused(config: Config) -> Iterator[str]:

@@ -81,6 +81,25 @@ def test_kernels_take_whole_tiles_of_tokens(gpu) -> None:
         load_config([*argv, *extra], 1)
 
 
+def test_what_fsdp_can_gather_in_fp8(gpu) -> None:
+    gpu("NVIDIA H200")
+    gather = "all_gather"
+    for flags, ranks in (
+        (["recipe=rowwise", "expert_recipe=rowwise"], []),
+        (["expert_recipe=blockwise"], ["--parallelism.expert_parallel_degree=4"]),
+        (["recipe=tensorwise"], ["--parallelism.data_parallel_shard_degree=1", "--parallelism.data_parallel_replicate_degree=4"]),
+    ):
+        argv = [*MOE, *(f"--float8.{flag}" for flag in flags), f"--float8.{gather}", *ranks]
+        with pytest.raises(ConfigError, match='float8.all_gather = true: needs float8.recipe = "tensorwise" and'):
+            load_config(argv, 4)
+    for flags, ranks in (
+        (["recipe=tensorwise"], []),
+        (["recipe=rowwise", "expert_recipe=blockwise"], ["--parallelism.expert_parallel_degree=2"]),
+    ):
+        assert load_config([*MOE, *(f"--float8.{flag}" for flag in flags), f"--float8.{gather}", *ranks], 4).float8.all_gather
+    assert "needs float8.emulate = false" in refusal("recipe=tensorwise", gather, "emulate", world_size=4)
+
+
 @pytest.mark.parametrize(
     ("flags", "fragment"),
     [
