@@ -4,15 +4,18 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import nn
 
 from float8.emulation import EmulatedLinear
 from float8.experts import EmulatedProducts, Float8Products
 from float8.recipes import RECIPES
+from float8.transformer_engine import TransformerEngineExperts, TransformerEngineLinear
 from kernels.expert_mlp import Products
 
 Parts = tuple[int, int]
+BACKENDS = {"native": "", "te": ", Transformer Engine"}
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Float8Options:
     ``filter_fqns``: a module whose name contains one of these stays as it is, as do all modules of the first and last so many
     blocks. ``expert_weight_grad_bf16``: the experts' weight gradient is not quantised. ``emulate``: compute on any machine what
     the recipe's kernels would, slowly. ``all_gather``: FSDP2 gathers weights in FP8 where one quantisation serves all products.
+    ``backend``: torchao and our kernels, or Transformer Engine.
     """
 
     recipe: str = "none"
@@ -32,6 +36,7 @@ class Float8Options:
     expert_weight_grad_bf16: bool = False
     emulate: bool = False
     all_gather: bool = False
+    backend: Literal["native", "te"] = "native"
 
     @property
     def enabled(self) -> bool:
@@ -84,7 +89,7 @@ def convert(
             result.left[name] = reason
         else:
             _convert_module(model, name, module, recipe, options)
-            result.converted[name] = f"{recipe}, emulated" if options.emulate else recipe
+            result.converted[name] = recipe + (", emulated" if options.emulate else BACKENDS[options.backend])
     for key in ("recipe", "expert_recipe"):
         _check_converted(options, key, [name for name, _, other in candidates if other == key], result)
     return result
@@ -129,10 +134,15 @@ def _untiled(module: nn.Module, recipe: str, parts: Parts) -> str | None:
 
 def _convert_module(model: nn.Module, name: str, module: nn.Module, recipe: str, options: Float8Options) -> None:
     if not isinstance(module, nn.Linear):
-        module.products = expert_products(recipe, options)
+        if options.backend == "te":
+            module.mlp = TransformerEngineExperts(recipe)
+        else:
+            module.products = expert_products(recipe, options)
         return
-    if options.emulate:
-        linear: nn.Linear = EmulatedLinear(module, RECIPES[recipe])
+    if options.backend == "te":
+        linear: nn.Linear = TransformerEngineLinear(module, recipe)
+    elif options.emulate:
+        linear = EmulatedLinear(module, RECIPES[recipe])
     else:
         from float8.torchao_linear import TorchaoLinear  # slow to import
 

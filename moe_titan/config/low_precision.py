@@ -1,11 +1,14 @@
 """Checks of the section `[float8]`: its keys among each other, the layout, and the hardware."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from math import gcd
 
 import torch
 
 from float8.hardware import TILE, runnable, supports
+from float8.transformer_engine import PACKAGE, TOKENS
+from float8.transformer_engine import RECIPES as TRANSFORMER_ENGINE
 from moe_titan.config.errors import one_of, show
 from moe_titan.config.sections import Config, Float8
 
@@ -20,15 +23,22 @@ def check_low_precision(config: Config) -> Iterator[str]:
         return
     if config.float8.expert_weight_grad_bf16 and "float8.expert_recipe" not in recipes:
         yield config.problem("float8.expert_weight_grad_bf16", "needs float8.expert_recipe")
+    if config.float8.backend == "te":
+        yield from _check_transformer_engine(config, recipes)
+        return
     if config.float8.all_gather:
         yield from _check_all_gather(config)
     if config.float8.emulate:
         return
     for name, recipe in recipes.items():
         yield from _check_hardware(config, name, recipe)
+    yield from _check_tokens(config, TILE)
+
+
+def _check_tokens(config: Config, multiple: int) -> Iterator[str]:
     tokens = config.training.local_batch_size * config.training.seq_len
-    if "float8.recipe" in recipes and tokens % TILE:
-        what = f"times local_batch_size gives {tokens} tokens, which must be a multiple of {TILE} with float8.recipe"
+    if config.float8.recipe != "none" and tokens % multiple:
+        what = f"times local_batch_size gives {tokens} tokens, which must be a multiple of {multiple} with float8.recipe"
         yield config.problem("training.seq_len", f"{what}; change either")
 
 
@@ -51,6 +61,25 @@ def _check_unused(config: Config) -> Iterator[str]:
     for name, default in vars(Float8()).items():
         if config.get(f"float8.{name}") != default:
             yield config.problem(f"float8.{name}", "needs float8.recipe or float8.expert_recipe")
+
+
+def _check_transformer_engine(config: Config, recipes: dict[str, str]) -> Iterator[str]:
+    if find_spec(PACKAGE) is None:
+        cure = 'install it (pip install "transformer_engine[pytorch]") or set it to "native"'
+        yield config.problem("float8.backend", f"the package {PACKAGE} is not installed; {cure}")
+    for name in ("emulate", "all_gather", "expert_weight_grad_bf16"):
+        if config.get(f"float8.{name}"):
+            yield config.problem(f"float8.{name}", 'must be false with float8.backend = "te", which does not have it')
+    yield from _check_tokens(config, TOKENS)
+    device, capability = _device()
+    choices = [recipe for recipe in TRANSFORMER_ENGINE if supports(recipe, capability)]
+    for name, recipe in recipes.items():
+        if recipe not in choices:
+            lacks = f"{device} cannot multiply it" if recipe in TRANSFORMER_ENGINE else "Transformer Engine has no such recipe"
+            cure = f"use {one_of(choices)}, which run there" if choices else "it runs on Hopper and later"
+            yield config.problem(name, f"{lacks}; {cure}")
+        elif config.training.mixed_precision_param != "bfloat16":
+            yield config.problem("training.mixed_precision_param", f'must be "bfloat16" with {name} = {show(recipe)}')
 
 
 def _check_hardware(config: Config, name: str, recipe: str) -> Iterator[str]:

@@ -185,6 +185,7 @@ class Float8:
     first_layers_bf16: int = key(0, "Layers at the start that are not converted", at_least(0))
     last_layers_bf16: int = key(0, "Layers at the end that are not converted", at_least(0))
     expert_weight_grad_bf16: bool = key(False, "Leave the experts' weight gradients out of expert_recipe")
+    backend: Literal["native", "te"] = key("native", "torchao and moe_titan's kernels, or Transformer Engine")
     all_gather: bool = key(False, "FSDP2 gathers weights in FP8: of tensorwise linear layers and of blockwise experts")
     emulate: bool = key(False, "Compute the recipes' numbers slowly on any machine, without low-precision hardware")
 

@@ -35,6 +35,7 @@ class GroupedExperts(nn.Module):
         self.recompute = False
         self.products = HIGH_PRECISION
         self.stash: RowStash | None = None
+        self.mlp = expert_mlp
         self.w13 = nn.Parameter(torch.empty(num_experts, 2, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
 
@@ -45,8 +46,8 @@ class GroupedExperts(nn.Module):
 
     def defer(self) -> Held | None:
         """Before the dispatch, to have the gradient of w13 made during the dispatch's backward. None where FSDP2 has the weights,
-        which are not there yet."""
-        if isinstance(self, FSDPModule):
+        which are not there yet, and where another library makes the gradient."""
+        if isinstance(self, FSDPModule) or self.mlp is not expert_mlp:
             return None
         deferred = Deferred()
         return Held(deferred.hold(local(self.w13)), deferred)
@@ -61,4 +62,4 @@ class GroupedExperts(nn.Module):
         tokens_ND, weights_P, pair_R, row_NK, offsets_e = routed
         stash = self.stash.stash if self.stash is not None and torch.is_grad_enabled() else None
         weights = w13_e2FD, local(self.w2), weights_P
-        return expert_mlp(tokens_ND, *weights, pair_R, row_NK, offsets_e, self.recompute, self.products, put_off, stash)
+        return self.mlp(tokens_ND, *weights, pair_R, row_NK, offsets_e, self.recompute, self.products, put_off, stash)

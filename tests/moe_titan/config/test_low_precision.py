@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from float8.hardware import CAPABILITY
-from moe_titan.config import ConfigError, load_config
+from moe_titan.config import ConfigError, load_config, low_precision
 
 MOE = ["--model.name=qwen3", "--model.flavor=debugmodel_moe", "--training.tokenizer=byte"]
 GPUS = {"NVIDIA A100": (8, 0), "NVIDIA H200": (9, 0), "NVIDIA B200": (10, 0)}
@@ -81,6 +81,26 @@ def test_kernels_take_whole_tiles_of_tokens(gpu) -> None:
         load_config([*argv, *extra], 1)
 
 
+def test_transformer_engine(gpu, monkeypatch) -> None:
+    gpu("NVIDIA H200")
+    problem = refusal("recipe=blockwise", "backend=te")
+    assert 'float8.backend = "te": the package transformer_engine is not installed; install it' in problem
+    monkeypatch.setattr(low_precision, "find_spec", lambda name: name)
+    for recipe in ("tensorwise", "blockwise"):
+        flags = [f"--float8.recipe={recipe}", f"--float8.expert_recipe={recipe}", "--float8.backend=te"]
+        assert load_config([*MOE, *flags], 1).float8.backend == "te"
+    problem = refusal("recipe=rowwise", "expert_recipe=mxfp8", "backend=te", "all_gather", "expert_weight_grad_bf16")
+    which = 'use one of "tensorwise", "blockwise", which run there'
+    assert f'float8.recipe = "rowwise": Transformer Engine has no such recipe; {which}' in problem
+    assert f"(compute capability 9.0) cannot multiply it; {which}" in problem
+    for key in ("all_gather", "expert_weight_grad_bf16"):
+        assert f'float8.{key} = true: must be false with float8.backend = "te"' in problem
+    with pytest.raises(ConfigError, match='must be "bfloat16" with float8.recipe = "tensorwise"'):
+        load_config([*MOE, "--float8.recipe=tensorwise", "--float8.backend=te", "--training.mixed_precision_param=float32"], 1)
+    gpu("NVIDIA B200")
+    load_config([*MOE, "--float8.expert_recipe=nvfp4", "--float8.backend=te"], 1)
+
+
 def test_what_fsdp_can_gather_in_fp8(gpu) -> None:
     gpu("NVIDIA H200")
     gather = "all_gather"
@@ -105,6 +125,7 @@ def test_what_fsdp_can_gather_in_fp8(gpu) -> None:
     [
         (["recipe=fp8"], 'float8.recipe = "fp8": must be one of "none", "tensorwise"'),
         (["emulate"], "float8.emulate = true: needs float8.recipe or float8.expert_recipe"),
+        (["backend=te"], 'float8.backend = "te": needs float8.recipe or float8.expert_recipe'),
         (["filter_fqns=wq"], 'float8.filter_fqns = ["wq"]: needs float8.recipe or float8.expert_recipe'),
         (["first_layers_bf16=1"], "float8.first_layers_bf16 = 1: needs float8.recipe or float8.expert_recipe"),
         (["emulate", "recipe=mxfp8", "expert_weight_grad_bf16"], "expert_weight_grad_bf16 = true: needs float8.expert_recipe"),
