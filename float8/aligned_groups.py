@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,17 +19,34 @@ class AlignedGroups:
     place_R: Tensor | None
 
     @classmethod
-    def of(cls, offsets_E: Tensor, unit: int, offsets: list[int] | None = None) -> "AlignedGroups":
-        """Waits for the ends [E] of the groups, unless they are given on the host as well."""
-        offsets = offsets_E.tolist() if offsets is None else offsets
-        padded = [-(-(end - start) // unit) * unit for start, end in zip([0, *offsets], offsets, strict=False)]
-        ends, device = list(accumulate(padded)), offsets_E.device
-        group_W = torch.searchsorted(torch.tensor(ends, device=device), torch.arange(ends[-1], device=device), right=True)
+    def of(cls, offsets_E: Tensor, unit: int) -> "AlignedGroups":
+        """Waits once for the device, for the ends [E] of the groups."""
+        counts_E = offsets_E.diff(prepend=offsets_E.new_zeros(1)).long()
+        padded_E = (counts_E + (unit - 1)) // unit * unit
+        ends_E = padded_E.cumsum(0)
+        offsets, ends = torch.stack((offsets_E, ends_E)).tolist()
+        group_W = torch.searchsorted(ends_E, torch.arange(ends[-1], device=ends_E.device), right=True)
         if ends == offsets:
             return cls(ends, group_W, None)
-        rows_R = torch.arange(offsets[-1], device=device)
-        shift_E = torch.tensor([0] + [end - offset for end, offset in zip(ends, offsets, strict=True)], device=device)
-        return cls(ends, group_W, rows_R + shift_E[torch.searchsorted(offsets_E, rows_R, right=True, out_int32=True)])
+        rows_R = torch.arange(offsets[-1], device=ends_E.device)
+        shift_E = ends_E - padded_E - (offsets_E - counts_E)
+        return cls(ends, group_W, rows_R + shift_E[torch.searchsorted(offsets_E.long(), rows_R, right=True)])
+
+    @classmethod
+    def equal(cls, groups: int, size: int, unit: int, device: torch.device) -> "AlignedGroups":
+        """Of equal groups, without waiting."""
+        padded = -(-size // unit) * unit
+        ends = list(range(padded, groups * padded + 1, padded))
+        group_W = torch.arange(groups * padded, device=device) // padded
+        if padded == size:
+            return cls(ends, group_W, None)
+        rows_R = torch.arange(groups * size, device=device)
+        return cls(ends, group_W, rows_R + rows_R // size * (padded - size))
+
+    @property
+    def num_rows(self) -> int:
+        """Of all groups, before."""
+        return self.ends[-1] if self.place_R is None else len(self.place_R)
 
     @property
     def sizes(self) -> list[int]:
@@ -41,7 +57,7 @@ class AlignedGroups:
         if self.place_R is None:
             return x_RK[: self.ends[-1]]
         x_WK = x_RK.new_zeros(len(self.group_W), x_RK.shape[1])
-        return x_WK.index_copy(0, self.place_R, x_RK[: len(self.place_R)])
+        return x_WK.index_copy(0, self.place_R, x_RK[: self.num_rows])
 
     def take(self, x_WK: Tensor) -> Tensor:
         """The rows of the groups, as they were before."""

@@ -46,8 +46,7 @@ def _rows(quantizer: Quantizer, x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) 
 def _weights(quantizer: Quantizer, w_ENK: Tensor, axis: int) -> Tensor:
     """Simulated weights [E, N, K] for products that sum over the given dimension of each."""
     E, N, _ = w_ENK.shape
-    ends_E = torch.arange(N, (E + 1) * N, N, dtype=torch.int32)
-    layout = AlignedGroups.of(ends_E.to(w_ENK.device), quantizer.rows_of_block(axis) or 1, ends_E.tolist())
+    layout = AlignedGroups.equal(E, N, quantizer.rows_of_block(axis) or 1, w_ENK.device)
     return quantizer.simulate(layout.place(w_ENK.flatten(0, 1)), axis, _groups(layout)).unflatten(0, (E, -1))[:, :N]
 
 

@@ -97,9 +97,8 @@ class TransformerEngineExperts:
     def _mlp(
         self, x_ND: Tensor, w13: Tensor, w2_EDF: Tensor, weights_P: Tensor, pair_R: Tensor, choices: int, offsets_E: Tensor
     ) -> Tensor:
-        offsets = offsets_E.tolist()
-        groups = AlignedGroups.of(offsets_E, _UNIT, offsets)
-        pair_r = pair_R[: offsets[-1]].long()
+        groups = AlignedGroups.of(offsets_E, _UNIT)
+        pair_r = pair_R[: groups.num_rows].long()
         gate_up_W2F = self._grouped(w13.flatten(1, 2), groups.place(x_ND[pair_r // choices]), groups.sizes)
         gate_WF, up_WF = gate_up_W2F.float().chunk(2, dim=1)
         weight_W = groups.place(weights_P[pair_r, None])
