@@ -13,6 +13,7 @@ from float8.experts import EmulatedProducts, Float8Products
 from float8.recipes import RECIPES
 from float8.transformer_engine import TransformerEngineExperts, TransformerEngineLinear
 from kernels.expert_mlp import Products
+from kernels.packed_tokens import Packing
 
 Parts = tuple[int, int]
 BACKENDS = {"native": "", "te": ", Transformer Engine"}
@@ -25,7 +26,7 @@ class Float8Options:
     ``filter_fqns``: a module whose name contains one of these stays as it is, as do all modules of the first and last so many
     blocks. ``expert_weight_grad_bf16``: the experts' weight gradient is not quantised. ``emulate``: compute on any machine what
     the recipe's kernels would, slowly. ``all_gather``: FSDP2 gathers weights in FP8 where one quantisation serves all products.
-    ``backend``: torchao and our kernels, or Transformer Engine.
+    ``dispatch``: tokens travel to the experts quantised. ``backend``: torchao and our kernels, or Transformer Engine.
     """
 
     recipe: str = "none"
@@ -37,6 +38,7 @@ class Float8Options:
     emulate: bool = False
     all_gather: bool = False
     backend: Literal["native", "te"] = "native"
+    dispatch: bool = False
 
     @property
     def enabled(self) -> bool:
@@ -138,6 +140,7 @@ def _convert_module(model: nn.Module, name: str, module: nn.Module, recipe: str,
             module.mlp = TransformerEngineExperts(recipe)
         else:
             module.products = expert_products(recipe, options)
+            module.products.packing = Packing(recipe == "blockwise") if options.dispatch else None
         return
     if options.backend == "te":
         linear: nn.Linear = TransformerEngineLinear(module, recipe)

@@ -5,8 +5,9 @@ from torch import Tensor
 from float8.all_gather import TiledWeight
 from float8.grouped_emulation import grouped_input_grad, grouped_output, grouped_weight_grad
 from float8.recipes import Recipe
-from kernels.expert_mlp import HIGH_PRECISION, Kept, Operand, Products
+from kernels.expert_mlp import HIGH_PRECISION, Kept, Operand, Products, Tokens
 from kernels.grouped_mm_fp8 import grouped_mm_fp8, grouped_mm_fp8_weight_grad
+from kernels.packed_tokens import PackedTokens, quantize_packed_columns, spread_packed, unpack_tokens
 from kernels.quantize import quantize_columns, quantize_rows, quantize_weights, spread_rows_fp8
 from kernels.swiglu_fp8 import weighted_swiglu_fp8, weighted_swiglu_fp8_backward
 
@@ -22,7 +23,9 @@ class Float8Products(Products):
         self.blockwise = blockwise
         self.high_precision_weight_grad = high_precision_weight_grad
 
-    def rows(self, x_ND: Tensor, row_NK: Tensor, num_rows: int) -> Operand:
+    def rows(self, x_ND: Tokens, row_NK: Tensor, num_rows: int) -> Operand:
+        if isinstance(x_ND, PackedTokens):
+            return spread_packed(x_ND.words_NW, row_NK, num_rows, x_ND.D, self.blockwise)
         return spread_rows_fp8(x_ND, row_NK, num_rows, self.blockwise)
 
     def swiglu(self, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> Operand:
@@ -56,10 +59,13 @@ class Float8Products(Products):
             return HIGH_PRECISION.weight_grad(grad_RN, x_RK, offsets_E)
         return self._weight_grad(grad_RN, offsets_E, quantize_columns(x_RK, offsets_E, self.blockwise))
 
-    def weight_grad_of_tokens(self, grad_RN: Tensor, x_ND: Tensor, pair_R: Tensor, row_NK: Tensor, offsets_E: Tensor) -> Tensor:
+    def weight_grad_of_tokens(self, grad_RN: Tensor, x_ND: Tokens, pair_R: Tensor, row_NK: Tensor, offsets_E: Tensor) -> Tensor:
         if self.high_precision_weight_grad:
-            return HIGH_PRECISION.weight_grad_of_tokens(grad_RN, x_ND, pair_R, row_NK, offsets_E)
-        columns = quantize_columns(x_ND, offsets_E, self.blockwise, pair_R, row_NK.shape[1])
+            return HIGH_PRECISION.weight_grad_of_tokens(grad_RN, _unpacked(x_ND).to(grad_RN.dtype), pair_R, row_NK, offsets_E)
+        if isinstance(x_ND, PackedTokens):
+            columns = quantize_packed_columns(x_ND.words_NW, x_ND.D, offsets_E, self.blockwise, pair_R, row_NK.shape[1])
+        else:
+            columns = quantize_columns(x_ND, offsets_E, self.blockwise, pair_R, row_NK.shape[1])
         return self._weight_grad(grad_RN, offsets_E, columns)
 
     def _weight_grad(self, grad_RN: Tensor, offsets_E: Tensor, x_columns: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -70,12 +76,19 @@ class Float8Products(Products):
 class EmulatedProducts(Products):
     """Products that quantise every expert's rows and weight on their own, as an operand of that expert's product, on any machine.
 
-    Waits for the offsets on the host. Rows past the last offset are never read and come out as zeros.
+    Waits for the offsets on the host. Rows past the last offset are never read and come out as zeros. Packed tokens are
+    multiplied out in fp32, and give the same elements when they are quantised again.
     """
 
     def __init__(self, recipe: Recipe, high_precision_weight_grad: bool = False):
         self.recipe = recipe
         self.high_precision_weight_grad = high_precision_weight_grad
+
+    def rows(self, x_ND: Tokens, row_NK: Tensor, num_rows: int) -> Tensor:
+        return super().rows(_unpacked(x_ND), row_NK, num_rows)
+
+    def weight_grad_of_tokens(self, grad_RN: Tensor, x_ND: Tokens, pair_R: Tensor, row_NK: Tensor, offsets_E: Tensor) -> Tensor:
+        return super().weight_grad_of_tokens(grad_RN, _unpacked(x_ND), pair_R, row_NK, offsets_E)
 
     def output(self, x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
         return grouped_output(self.recipe, x_RK, w_ENK, offsets_E)
@@ -85,5 +98,9 @@ class EmulatedProducts(Products):
 
     def weight_grad(self, grad_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
         if self.high_precision_weight_grad:
-            return HIGH_PRECISION.weight_grad(grad_RN, x_RK, offsets_E)
+            return HIGH_PRECISION.weight_grad(grad_RN, x_RK.to(grad_RN.dtype), offsets_E)
         return grouped_weight_grad(self.recipe, grad_RN, x_RK, offsets_E)
+
+
+def _unpacked(x_ND: Tokens) -> Tensor:
+    return unpack_tokens(x_ND) if isinstance(x_ND, PackedTokens) else x_ND

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from kernels.grouped_mm import grouped_mm, grouped_mm_weight_grad
+from kernels.packed_tokens import PackedTokens, Packing
 from kernels.permute import gather_sum, spread_rows
 from kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
 Operand = Any
+Tokens = Tensor | PackedTokens
 
 
 class Kept(NamedTuple):
@@ -23,10 +25,13 @@ class Kept(NamedTuple):
 class Products:
     """The three grouped products of a weight w_ENK and what makes their operands, of which low-precision recipes have their own.
 
-    An operand is a tensor, or what a recipe's own methods return in place of one.
+    An operand is a tensor, or what a recipe's own methods return in place of one. ``packing``: how tokens travel to the experts,
+    None for as they are; only with it come packed ones.
     """
 
-    def rows(self, x_ND: Tensor, row_NK: Tensor, num_rows: int) -> Operand:
+    packing: Packing | None = None
+
+    def rows(self, x_ND: Tokens, row_NK: Tensor, num_rows: int) -> Operand:
         """Tokens spread to their rows, for :meth:`output`."""
         return spread_rows(x_ND, row_NK, num_rows)
 
@@ -57,7 +62,7 @@ class Products:
         """``grad^T @ x`` over the rows of e [E, N, K], zero for an empty group."""
         return grouped_mm_weight_grad(grad_RN, x_RK, offsets_E)
 
-    def weight_grad_of_tokens(self, grad_RN: Tensor, x_ND: Tensor, pair_R: Tensor, row_NK: Tensor, offsets_E: Tensor) -> Tensor:
+    def weight_grad_of_tokens(self, grad_RN: Tensor, x_ND: Tokens, pair_R: Tensor, row_NK: Tensor, offsets_E: Tensor) -> Tensor:
         """The same of rows that are tokens."""
         return self.weight_grad(grad_RN, spread_rows(x_ND, row_NK, len(pair_R)), offsets_E)
 
@@ -86,24 +91,32 @@ def _up(rows_RD: Operand, w13_E2FD: Tensor, offsets_E: Tensor, products: Product
     return products.output(rows_RD, w13_E2FD.flatten(1, 2), offsets_E).view(-1, *w13_E2FD.shape[1:3])
 
 
+def _tokens(x_ND: Tensor, packed_NW: Tensor | None, products: Products) -> Tokens:
+    return x_ND if packed_NW is None else products.packing.received(packed_NW, x_ND.shape[1])
+
+
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products, put_off, stash):
+    def forward(
+        ctx, x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products, put_off, stash
+    ):
         ctx.products, ctx.put_off = products, put_off
-        gate_up_R2F = _up(products.rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
+        tokens = _tokens(x_ND, packed_NW, products)
+        gate_up_R2F = _up(products.rows(tokens, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
         act_RF = products.swiglu(gate_up_R2F, weights_P, pair_R, offsets_E[-1:])
         # Not a saved tensor, since other layers write to the same one.
         ctx.stashed = None if recompute or stash is None else stash(gate_up_R2F, offsets_E[-1:])
         kept_R2F = None if recompute or ctx.stashed is not None else gate_up_R2F
-        ctx.save_for_backward(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept_R2F)
+        ctx.save_for_backward(x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept_R2F)
         return products.output(act_RF, w2_EDF, offsets_E)
 
     @staticmethod
     def backward(ctx, grad_RD):
-        x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept_R2F = ctx.saved_tensors
+        x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept_R2F = ctx.saved_tensors
         products, grad_RD = ctx.products, grad_RD.contiguous()
+        tokens = _tokens(x_ND, packed_NW, products)
         if ctx.stashed is None and kept_R2F is None:
-            kept_R2F = _up(products.rows(x_ND, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
+            kept_R2F = _up(products.rows(tokens, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
         kept = ctx.stashed or Kept(kept_R2F)
         del kept_R2F
         # Here is a step's peak of memory: what has been used must not wait for the end.
@@ -119,14 +132,14 @@ class _ExpertMLP(torch.autograd.Function):
 
         def grad_w13() -> Tensor:
             # Copied as late as possible, so that the rows live for one product only.
-            return products.weight_grad_of_tokens(grad_gate_up, x_ND, pair_R, row_NK, offsets_E).view_as(w13_E2FD)
+            return products.weight_grad_of_tokens(grad_gate_up, tokens, pair_R, row_NK, offsets_E).view_as(w13_E2FD)
 
         if ctx.put_off is None:
             grad_w13_E2FD = grad_w13()
         else:
             ctx.put_off(grad_w13)
             grad_w13_E2FD = w13_E2FD.new_empty(()).expand_as(w13_E2FD)
-        return grad_x_ND, grad_w13_E2FD, grad_w2_EDF, grad_weights_P, *[None] * 7
+        return grad_x_ND, None, grad_w13_E2FD, grad_w2_EDF, grad_weights_P, *[None] * 7
 
 
 def expert_mlp(
@@ -141,6 +154,7 @@ def expert_mlp(
     products: Products = HIGH_PRECISION,
     put_off: Callable[[Callable[[], Tensor]], None] | None = None,
     stash: Callable[[Tensor, Tensor], Kept | None] | None = None,
+    packed_NW: Tensor | None = None,
 ) -> Tensor:
     """``w2[e] @ (weight * silu(w1[e] x) * (w3[e] x))`` for every row of every local expert.
 
@@ -160,8 +174,10 @@ def expert_mlp(
             tensor that means nothing in its place.
         stash: takes pre-activations [R, 2, F] and how many of their rows hold data, and keeps these; returns None if it does not,
             and they are kept as they are.
+        packed_NW: the tokens as the products' ``packing`` packed them; of x, shape, dtype and gradient alone count then.
     Returns:
-        [R, D]; rows past the last offset are unspecified. Saves for backward x, the gate/up pre-activations [R, 2, F] and the
-        indices; rows and activation are made again.
+        [R, D]; rows past the last offset are unspecified. Saves for backward the tokens, the gate/up pre-activations [R, 2, F]
+        and the indices; rows and activation are made again.
     """
-    return _ExpertMLP.apply(x_ND, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products, put_off, stash)
+    indices = pair_R, row_NK, offsets_E
+    return _ExpertMLP.apply(x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, *indices, recompute, products, put_off, stash)

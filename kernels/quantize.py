@@ -75,8 +75,9 @@ def _columns_width(R: int, E: int) -> int:
     return (triton.cdiv(R, BLOCK) + E) * BLOCK
 
 
-def _empty_columns(x: Tensor, R: int, E: int, blockwise: bool) -> tuple[Tensor, Tensor, Tensor]:
-    width, C = _columns_width(R, E), x.shape[1]
+def empty_columns(x: Tensor, C: int, R: int, E: int, blockwise: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the elements, scales and ends of R rows turned, on the device of x."""
+    width = _columns_width(R, E)
     scale = x.new_empty(width // BLOCK if blockwise else E, C, dtype=torch.float32)
     return x.new_empty(C, width, dtype=E4M3), scale, x.new_empty(E, dtype=torch.int32)
 
@@ -85,7 +86,7 @@ def blocks_of_row(D: int) -> int:
     return triton.next_power_of_2(triton.cdiv(D, BLOCK))
 
 
-def _warps(D: int) -> int:
+def warps(D: int) -> int:
     return 4 if D <= 4096 else 8
 
 
@@ -96,7 +97,7 @@ def _launch_spread(x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool)
     if x_ND.numel():
         _spread_rows_kernel[(N,)](
             x_ND, row_NK.contiguous(), rows_RD, scale, D, x_ND.stride(0), num_rows,
-            K=K, BLOCKS=blocks_of_row(D), BLOCKWISE=blockwise, num_warps=_warps(D),
+            K=K, BLOCKS=blocks_of_row(D), BLOCKWISE=blockwise, num_warps=warps(D),
         )  # fmt: skip
     return rows_RD, scale
 
@@ -131,7 +132,7 @@ def _launch_rows(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tenso
     elements_RD, scale = empty_rows(x_RD, R, D, blockwise)
     if x_RD.numel():
         _quantize_rows_kernel[(R,)](
-            x_RD, num_rows, elements_RD, scale, D, R, BLOCKS=blocks_of_row(D), BLOCKWISE=blockwise, num_warps=_warps(D)
+            x_RD, num_rows, elements_RD, scale, D, R, BLOCKS=blocks_of_row(D), BLOCKWISE=blockwise, num_warps=warps(D)
         )
     return elements_RD, scale
 
@@ -154,13 +155,15 @@ def _(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tensor, Tensor]:
     return empty_rows(x_RD, *x_RD.shape, blockwise)
 
 
-def _launch_columns(
-    x: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None, choices: int
+def launch_columns(
+    x: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None, choices: int, x_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    E, C, x = len(offsets_E), x.shape[1], x.contiguous()
-    elements_CW, scale, ends_E = _empty_columns(x, len(x) if pair_R is None else len(pair_R), E, blockwise)
+    """Of elements of E4M3 with ``x_scale``, a row each of one scale or blockwise of one for 128 elements."""
+    (rows, C), E, x = x.shape, len(offsets_E), x if x.stride(1) == 1 else x.contiguous()
+    elements_CW, scale, ends_E = empty_columns(x, C, rows if pair_R is None else len(pair_R), E, blockwise)
     _quantize_columns_kernel[(triton.cdiv(C, 64), E, 4 if blockwise else 1)](
-        x, pair_R, offsets_E, elements_CW, scale, ends_E, C, E, elements_CW.shape[1],
+        x, x_scale, pair_R, offsets_E, elements_CW, scale, ends_E, C, E, elements_CW.shape[1],
+        x.stride(0), 0 if x_scale is None else x_scale.stride(0), SCALED=x_scale is not None,
         CHOICES=0 if pair_R is None else choices, E_P=triton.next_power_of_2(E), BLOCK_C=64, BLOCKWISE=blockwise, num_warps=4,
     )  # fmt: skip
     return elements_CW, scale, ends_E
@@ -180,7 +183,7 @@ def quantize_columns(
         [E, C], blockwise [W / 128, C]. The end of each group in W, int32 [E]. What is past the last is unspecified.
     """
     if x_RC.is_cuda:
-        return _launch_columns(x_RC, offsets_E, blockwise, pair_R, choices)
+        return launch_columns(x_RC, offsets_E, blockwise, pair_R, choices)
     if pair_R is not None:
         x_RC = x_RC[(pair_R // choices).clamp(min=0).long()]
     return quantize_columns_reference(x_RC, offsets_E, blockwise)
@@ -190,7 +193,7 @@ def quantize_columns(
 def _(
     x_RC: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None = None, choices: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_columns(x_RC, len(x_RC) if pair_R is None else len(pair_R), len(offsets_E), blockwise)
+    return empty_columns(x_RC, x_RC.shape[1], len(x_RC) if pair_R is None else len(pair_R), len(offsets_E), blockwise)
 
 
 def _launch_tiles(w_ENK: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:

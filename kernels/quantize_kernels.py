@@ -77,18 +77,24 @@ def _quantize_rows_kernel(
 
 
 @triton.jit
-def _load_rows(x_ptr, pair_ptr, row_R, end, c_C, C, CHOICES: tl.constexpr):
+def _load_rows(
+    x_ptr, x_scale_ptr, pair_ptr, row_R, end, c_C, C, stride_r, scale_stride_r, SCALED: tl.constexpr, CHOICES: tl.constexpr
+):  # fmt: skip
     mask_R = row_R < end
     if CHOICES:
         row_R = tl.load(pair_ptr + row_R, mask=mask_R, other=0) // CHOICES
-    x_RC = x_ptr + row_R[:, None].to(tl.int64) * C + c_C[None, :]
-    return tl.load(x_RC, mask=mask_R[:, None] & (c_C < C)[None, :], other=0.0).to(tl.float32)
+    row_R = row_R.to(tl.int64)
+    mask_RC = mask_R[:, None] & (c_C < C)[None, :]
+    x_RC = tl.load(x_ptr + row_R[:, None] * stride_r + c_C[None, :], mask=mask_RC, other=0.0).to(tl.float32)
+    if SCALED:
+        x_RC *= tl.load(x_scale_ptr + row_R * scale_stride_r, mask=mask_R, other=0.0)[:, None]
+    return x_RC
 
 
 @triton.jit
 def _quantize_columns_kernel(
-    x_ptr, pair_ptr, offsets_ptr, out_ptr, scale_ptr, ends_ptr, C, E, W,
-    CHOICES: tl.constexpr, E_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCKWISE: tl.constexpr,
+    x_ptr, x_scale_ptr, pair_ptr, offsets_ptr, out_ptr, scale_ptr, ends_ptr, C, E, W, stride_r, scale_stride_r,
+    SCALED: tl.constexpr, CHOICES: tl.constexpr, E_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCKWISE: tl.constexpr,
 ):  # fmt: skip
     """A program quantises some columns of a group, 128 rows after the other, and turns them into rows of the result.
 
@@ -104,13 +110,20 @@ def _quantize_columns_kernel(
     if tl.program_id(0) + tl.program_id(2) == 0:
         tl.store(ends_ptr + e, (first + blocks) * 128)
     bits_C = tl.zeros([BLOCK_C], tl.int32)
+    if SCALED and BLOCKWISE:
+        # All of the program's columns are of one block of 128.
+        x_scale_ptr += tl.program_id(0) * BLOCK_C // 128
     if not BLOCKWISE:
         for block in range(blocks):
-            x_RC = _load_rows(x_ptr, pair_ptr, begin + block * 128 + r_R, end, c_C, C, CHOICES)
+            x_RC = _load_rows(
+                x_ptr, x_scale_ptr, pair_ptr, begin + block * 128 + r_R, end, c_C, C, stride_r, scale_stride_r, SCALED, CHOICES
+            )  # fmt: skip
             bits_C = tl.maximum(bits_C, largest_bits(x_RC, 0))
         tl.store(scale_ptr + e * C + c_C, tl.div_rn(1.0, factor_of(bits_C, True)), mask=c_C < C)
     for block in range(tl.program_id(2), blocks, tl.num_programs(2)):
-        x_RC = _load_rows(x_ptr, pair_ptr, begin + block * 128 + r_R, end, c_C, C, CHOICES)
+        x_RC = _load_rows(
+            x_ptr, x_scale_ptr, pair_ptr, begin + block * 128 + r_R, end, c_C, C, stride_r, scale_stride_r, SCALED, CHOICES
+        )  # fmt: skip
         if BLOCKWISE:
             bits_C = largest_bits(x_RC, 0)
         factor_C = factor_of(bits_C, not BLOCKWISE)

@@ -69,7 +69,8 @@ class RoutedTokens(NamedTuple):
 
     The rows are named, not copied: row r is token ``pair_R[r] // K`` of ``tokens_ND`` with weight ``weights_P[pair_R[r]]``, P =
     N K. R is a capacity; rows from ``offsets_e[-1]`` on are no token's (-1) and count as zeros. ``row_NK``: where each pair's
-    row stands, -1 for nowhere. ``offsets_e`` int32 on the device: where each local expert's rows end.
+    row stands, -1 for nowhere. ``offsets_e`` int32 on the device: where each local expert's rows end. ``packed_NW``: tokens that
+    arrived packed, see :mod:`kernels.packed_tokens`; ``tokens_ND`` then has no values, and takes the gradient.
     """
 
     tokens_ND: Tensor
@@ -77,6 +78,7 @@ class RoutedTokens(NamedTuple):
     pair_R: Tensor
     row_NK: Tensor
     offsets_e: Tensor
+    packed_NW: Tensor | None = None
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.peers import Exchange, Peers
+from kernels.peers import Allocate, Exchange, Peers, TransferShape
 from kernels.sort import sort_pairs_reference
 
 
@@ -132,19 +132,47 @@ class Received(NamedTuple):
     rows: Tensor
     sums: tuple[Tensor, Tensor]
     sums_by_place: tuple[Tensor, Tensor]
+    words: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
 
-def steps(ops: tuple, exchange: Exchange, peers: Peers, case: Case, inputs: Round, expected: Expected) -> list[Callable]:
-    """One rank's transfers of one round, in the order of :class:`Received`; ``ops`` are push_tokens, push_rows and push_sums."""
-    (push_tokens, push_rows, push_sums), rank, where = ops, exchange.rank, (exchange, peers)
+def as_words(x_TD: Tensor) -> Tensor:
+    """Tokens of any type as integers of 32 bits."""
+    return x_TD.float().view(torch.int32)
+
+
+def shapes(case: Case) -> list[TransferShape]:
+    """Of the tokens, and of words where tokens are narrower."""
+    dtypes = [case.dtype, torch.int32] if case.dtype == torch.bfloat16 else [case.dtype]
+    return [TransferShape(case.D, case.K, dtype) for dtype in dtypes]
+
+
+def allocator(memories: list[Tensor]) -> Allocate:
+    """Half of every rank's memory for each of :func:`shapes`."""
+    starts = iter((0, len(memories[0]) // 2))
+
+    def allocate(*_) -> list[Tensor]:
+        start = next(starts)
+        return [memory[start:] for memory in memories]
+
+    return allocate
+
+
+def steps(ops: tuple, exchange: Exchange, peers: list[Peers], case: Case, inputs: Round, expected: Expected) -> list[Callable]:
+    """One rank's transfers of one round, in the order of :class:`Received`; ``ops`` are push_tokens, push_rows and push_sums, and
+    ``peers`` those of :func:`shapes`."""
+    (push_tokens, push_rows, push_sums), rank, where = ops, exchange.rank, (exchange, peers[0])
     experts_TK, rows_RD, slot_grads_NK = inputs.experts[rank], inputs.rows[rank], inputs.slot_grads[rank]
     slot_N1, place = expected.slot_N[:, None], (case.num_local, case.etp)
-    return [
+    transfers = [
         lambda: push_tokens(*where, inputs.x[rank], experts_TK, inputs.weights[rank], *place),
         lambda: push_rows(*where, inputs.grads[rank], expected.row_NK, experts_TK, len(rows_RD), *place),
         lambda: push_sums(*where, rows_RD, expected.row_NK, None, experts_TK, *place),
         lambda: push_sums(*where, rows_RD, slot_N1, slot_grads_NK, experts_TK, *place),
     ]
+    if len(peers) > 1:
+        words_TD = as_words(inputs.x[rank])
+        transfers.append(lambda: push_tokens(exchange, peers[1], words_TD, experts_TK, inputs.weights[rank], *place))
+    return transfers
 
 
 def judge(case: Case, received: Received, expected: Expected) -> dict[str, bool]:
@@ -153,6 +181,8 @@ def judge(case: Case, received: Received, expected: Expected) -> dict[str, bool]
     named_R = expected.row_NK[valid_NK].long()
     return {
         "tokens": torch.equal(tokens_ND[here_N], expected.tokens_ND[here_N]),
+        "words": received.words is None or torch.equal(received.words[0][here_N], as_words(expected.tokens_ND)[here_N]),
+        "keys of words": received.words is None or torch.equal(received.words[2], expected.key_NK),
         "weights": torch.equal(weights_NK[valid_NK], expected.weights_NK[valid_NK]),
         "keys": torch.equal(key_NK, expected.key_NK),
         "places": torch.equal(slot_N, expected.slot_N),

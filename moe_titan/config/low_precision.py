@@ -13,6 +13,8 @@ from moe_titan.config.errors import one_of, show
 from moe_titan.config.sections import Config, Float8
 
 _PARTS = {"float8.recipe": "linears", "float8.expert_recipe": "experts"}
+_PACKED = ("rowwise", "blockwise")
+_SENDS_PACKED = ("auto", "alltoall", "nvlink")
 
 
 def check_low_precision(config: Config) -> Iterator[str]:
@@ -28,6 +30,8 @@ def check_low_precision(config: Config) -> Iterator[str]:
         return
     if config.float8.all_gather:
         yield from _check_all_gather(config)
+    if config.float8.dispatch:
+        yield from _check_dispatch(config)
     if config.float8.emulate:
         return
     for name, recipe in recipes.items():
@@ -57,6 +61,18 @@ def _check_all_gather(config: Config) -> Iterator[str]:
         yield config.problem("float8.all_gather", f"{needs} {also}")
 
 
+def _check_dispatch(config: Config) -> Iterator[str]:
+    name = "float8.dispatch"
+    if config.float8.expert_recipe not in _PACKED:
+        recipe = show(config.float8.expert_recipe)
+        yield config.problem(name, f"needs float8.expert_recipe {one_of(_PACKED)}, whose operands it sends, not {recipe}")
+    if config.moe.dispatcher not in _SENDS_PACKED:
+        yield config.problem(name, f"needs moe.dispatcher {one_of(_SENDS_PACKED)}, not {show(config.moe.dispatcher)}")
+    if config.parallelism.expert_parallel_degree * config.parallelism.expert_tensor_parallel_degree == 1:
+        what = "needs parallelism.expert_parallel_degree or parallelism.expert_tensor_parallel_degree above 1"
+        yield config.problem(name, f"{what}: else no token travels")
+
+
 def _check_unused(config: Config) -> Iterator[str]:
     for name, default in vars(Float8()).items():
         if config.get(f"float8.{name}") != default:
@@ -67,7 +83,7 @@ def _check_transformer_engine(config: Config, recipes: dict[str, str]) -> Iterat
     if find_spec(PACKAGE) is None:
         cure = 'install it (pip install "transformer_engine[pytorch]") or set it to "native"'
         yield config.problem("float8.backend", f"the package {PACKAGE} is not installed; {cure}")
-    for name in ("emulate", "all_gather", "expert_weight_grad_bf16"):
+    for name in ("emulate", "all_gather", "dispatch", "expert_weight_grad_bf16"):
         if config.get(f"float8.{name}"):
             yield config.problem(f"float8.{name}", 'must be false with float8.backend = "te", which does not have it')
     yield from _check_tokens(config, TOKENS)

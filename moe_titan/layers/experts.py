@@ -59,7 +59,7 @@ class GroupedExperts(nn.Module):
             held: from :meth:`defer`.
         """
         w13_e2FD, put_off = (local(self.w13), None) if held is None else (held.w13_e2FD, held.deferred.put_off)
-        tokens_ND, weights_P, pair_R, row_NK, offsets_e = routed
+        tokens_ND, weights_P, *indices, packed_NW = routed
         stash = self.stash.stash if self.stash is not None and torch.is_grad_enabled() else None
         weights = w13_e2FD, local(self.w2), weights_P
-        return self.mlp(tokens_ND, *weights, pair_R, row_NK, offsets_e, self.recompute, self.products, put_off, stash)
+        return self.mlp(tokens_ND, *weights, *indices, self.recompute, self.products, put_off, stash, packed_NW)

@@ -1,5 +1,7 @@
 """The mixture-of-experts block that takes the place of torchtitan's, under the same names in the state dict."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torchtitan.models.moe.moe import FeedForward, MoEArgs
@@ -56,6 +58,10 @@ class MoE(nn.Module):
         if self.placement is not None:
             routing = self.placement.of_slots(routing)
         held = self.experts.defer()
-        routed, handle = self.dispatcher.dispatch(x_TD, routing, None if held is None else held.deferred.run)
+        packing = self.experts.products.packing
+        dispatch = self.dispatcher.dispatch
+        if packing is not None:
+            dispatch = partial(dispatch, packed_TW=packing.pack(x_TD))
+        routed, handle = dispatch(x_TD, routing, None if held is None else held.deferred.run)
         y_BSD = self.dispatcher.combine(self.experts(routed, held), handle).view_as(x_BSD)
         return y_BSD if self.shared_experts is None else y_BSD + self.shared_experts(x_BSD)

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from kernels.permute import gather_sum, spread_rows
 from kernels.sort import sort_pairs
-from parallelisms.dispatch.base import Dispatcher, Meanwhile
+from parallelisms.dispatch.base import Dispatcher, Meanwhile, stand_in
 from parallelisms.dispatch.local import LocalDispatcher
 from parallelisms.domains import Domains
 from parallelisms.routing import PairOrder, RoutedTokens, Routing
@@ -126,11 +126,14 @@ class _Send(torch.autograd.Function):
     """Tokens and weights to the ranks of a hop; there also their local experts and the order of these pairs."""
 
     @staticmethod
-    def forward(ctx, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, hop: Hop, trip: _Trip, meanwhile: Meanwhile | None):
+    def forward(
+        ctx, x_TD: Tensor, packed_TW: Tensor | None, weights_TK: Tensor, experts_TK: Tensor, hop: Hop, trip: _Trip,
+        meanwhile: Meanwhile | None,
+    ):  # fmt: skip
         ctx.trip, ctx.meanwhile, K = trip, meanwhile, experts_TK.shape[1]
         # Bits of weights and experts side by side, in one message.
         sent_SM = trip.spread(torch.cat((weights_TK.view(torch.int32), experts_TK.int()), dim=1))
-        sent_SD = trip.spread(x_TD)
+        sent_SD = trip.spread(x_TD if packed_TW is None else packed_TW)
         meta_NM, meta_arrival = trip.start(sent_SM)
         tokens_ND, arrival = trip.start(sent_SD)
         meta_arrival.wait()
@@ -139,12 +142,16 @@ class _Send(torch.autograd.Function):
         names = key_NK, *sort_pairs(key_NK.flatten(), hop.num_local)
         weights_NK = meta_NM[:, :-K].clone(memory_format=torch.contiguous_format).view(weights_TK.dtype)
         arrival.wait()
-        ctx.mark_non_differentiable(*names)
-        return tokens_ND, weights_NK, *names
+        if packed_TW is None:
+            ctx.mark_non_differentiable(*names)
+            return tokens_ND, None, weights_NK, *names
+        ctx.mark_non_differentiable(tokens_ND, *names)
+        return stand_in(x_TD, tokens_ND), tokens_ND, weights_NK, *names
 
     @staticmethod
-    def backward(ctx, grad_ND: Tensor, grad_NK: Tensor, *_):
-        return *ctx.trip.back(grad_ND, grad_NK, meanwhile=ctx.meanwhile), *[None] * 4
+    def backward(ctx, grad_ND: Tensor, _, grad_NK: Tensor, *__):
+        grad_TD, grad_TK = ctx.trip.back(grad_ND, grad_NK, meanwhile=ctx.meanwhile)
+        return grad_TD, None, grad_TK, *[None] * 4
 
 
 class _Return(torch.autograd.Function):
@@ -174,20 +181,23 @@ class AllToAllDispatcher:
     def __init__(self, hops: list[Hop], inside: Dispatcher | None = None):
         self.hops, self.inside = hops, inside or LocalDispatcher()
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> tuple[RoutedTokens, AllToAllHandle]:
+    def dispatch(
+        self, x_TD: Tensor, routing: Routing, meanwhile: Meanwhile | None = None, packed_TW: Tensor | None = None
+    ) -> tuple[RoutedTokens, AllToAllHandle]:
         row_TJ, sizes = self._measure(routing)
         trips: list[_Trip] = []
         for number, hop in enumerate(self.hops):
             if number > 0:
                 row_TJ, _ = _copies(routing.topk_experts_TK, hop.num_local, hop.ep, hop.etp)
             trips.append(_Trip(row_TJ, hop.group, sizes, number))
-            x_TD, weights_TK, experts_TK, *order = _Send.apply(
-                x_TD, routing.topk_weights_TK, routing.topk_experts_TK, hop, trips[-1], meanwhile if number == 0 else None
-            )
+            x_TD, packed_TW, weights_TK, experts_TK, *order = _Send.apply(
+                x_TD, packed_TW, routing.topk_weights_TK, routing.topk_experts_TK, hop, trips[-1],
+                meanwhile if number == 0 else None,
+            )  # fmt: skip
             routing = Routing(experts_TK, weights_TK, PairOrder(*order))
         [pairs] = sizes.parts[-1]
         routing = routing._replace(order=routing.order._replace(pair_P=routing.order.pair_P[:pairs]))
-        routed, inside = self.inside.dispatch(x_TD, routing)
+        routed, inside = self.inside.dispatch(x_TD, routing, None, packed_TW)
         return routed, AllToAllHandle(trips, inside)
 
     def combine(self, rows_RD: Tensor, handle: AllToAllHandle) -> Tensor:

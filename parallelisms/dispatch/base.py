@@ -10,14 +10,22 @@ from parallelisms.routing import RoutedTokens, Routing
 Meanwhile = Callable[[], None]
 
 
+def stand_in(x_TD: Tensor, packed_NW: Tensor) -> Tensor:
+    """[N, D] without values or memory, for the gradient of tokens that arrived packed."""
+    return x_TD.new_empty(()).expand(len(packed_NW), x_TD.shape[1])
+
+
 class Dispatcher(Protocol):
     """Sends tokens to their experts and brings the results back. Combine is dispatch's adjoint: each is the other's backward."""
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> tuple[RoutedTokens, Any]:
+    def dispatch(
+        self, x_TD: Tensor, routing: Routing, meanwhile: Meanwhile | None = None, packed_TW: Tensor | None = None
+    ) -> tuple[RoutedTokens, Any]:
         """Returns the rows of this rank's experts, and a handle that :meth:`combine` needs.
 
         Args:
             meanwhile: work of backward that may run while the gradients are on their way; not every dispatcher calls it.
+            packed_TW: the tokens packed, to travel in place of ``x_TD``; local, alltoall and nvlink take it.
         """
 
     def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:

@@ -10,10 +10,12 @@ from parallelisms.routing import RoutedTokens, Routing
 class LocalDispatcher:
     """Capacity R = T * K, known without looking at the data, so nothing here waits for the device."""
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> tuple[RoutedTokens, RoutedTokens]:
+    def dispatch(
+        self, x_TD: Tensor, routing: Routing, meanwhile: Meanwhile | None = None, packed_TW: Tensor | None = None
+    ) -> tuple[RoutedTokens, RoutedTokens]:
         order = routing.order
         row_TK = order.row_P.view_as(routing.topk_experts_TK)
-        routed = RoutedTokens(x_TD, routing.topk_weights_TK.flatten(), order.pair_P, row_TK, order.offsets_E)
+        routed = RoutedTokens(x_TD, routing.topk_weights_TK.flatten(), order.pair_P, row_TK, order.offsets_E, packed_TW)
         return routed, routed
 
     def combine(self, rows_RD: Tensor, handle: RoutedTokens) -> Tensor:

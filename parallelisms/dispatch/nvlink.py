@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from kernels.dispatch import PROGRAMS_OF_SM, push_rows, push_sums, push_tokens
 from kernels.sort import sort_pairs
-from parallelisms.dispatch.base import Meanwhile
+from parallelisms.dispatch.base import Meanwhile, stand_in
 from parallelisms.dispatch.capacity import RowCapacity
 from parallelisms.dispatch.symmetric import open_exchange
 from parallelisms.routing import RoutedTokens, Routing
@@ -68,22 +68,29 @@ def _beside(transfer: Callable[[], _Result], meanwhile: Meanwhile, device: torch
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, place: _Place, beside: _Beside | None):
-        tokens_ND, weights_NK, key_NK, slot_N = push_tokens(x_TD, experts_TK, weights_TK, *place)
+    def forward(
+        ctx, x_TD: Tensor, packed_TW: Tensor | None, weights_TK: Tensor, experts_TK: Tensor, place: _Place, beside: _Beside | None
+    ):
+        sent = x_TD if packed_TW is None else packed_TW
+        tokens_ND, weights_NK, key_NK, slot_N = push_tokens(sent, experts_TK, weights_TK, *place)
         ctx.place, ctx.beside = place, beside
         ctx.save_for_backward(experts_TK, slot_N)
-        ctx.mark_non_differentiable(key_NK)
-        return tokens_ND, weights_NK, key_NK
+        if packed_TW is None:
+            ctx.mark_non_differentiable(key_NK)
+            return tokens_ND, weights_NK, key_NK, None
+        ctx.mark_non_differentiable(key_NK, tokens_ND)
+        return stand_in(x_TD, tokens_ND), weights_NK, key_NK, tokens_ND
 
     @staticmethod
-    def backward(ctx, grad_tokens_ND: Tensor, grad_weights_NK: Tensor, _):
+    def backward(ctx, grad_tokens_ND: Tensor, grad_weights_NK: Tensor, *_):
         experts_TK, slot_N = ctx.saved_tensors
         grads = grad_tokens_ND, slot_N[:, None], grad_weights_NK, experts_TK
         if ctx.beside is None:
             sums = push_sums(*grads, *ctx.place)
         else:
             sums = _beside(lambda: push_sums(*grads, *ctx.beside.place), ctx.beside.meanwhile, grad_tokens_ND.device)
-        return *sums, None, None, None
+        grad_TD, grad_TK = sums
+        return grad_TD, None, grad_TK, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -129,16 +136,20 @@ class NvlinkDispatcher:
         self.place, self.beside = (_Place(exchange, num_local, etp) for exchange in exchanges)
         self.slots, self.ep, self.capacity = group.size() * max_tokens, ep, capacity
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> tuple[RoutedTokens, NvlinkHandle]:
+    def dispatch(
+        self, x_TD: Tensor, routing: Routing, meanwhile: Meanwhile | None = None, packed_TW: Tensor | None = None
+    ) -> tuple[RoutedTokens, NvlinkHandle]:
         experts_TK, num_local = routing.topk_experts_TK, self.place.num_local
         K = experts_TK.shape[1]
         beside = None if meanwhile is None else _Beside(self.beside, meanwhile)
-        tokens_ND, weights_NK, key_NK = _Dispatch.apply(x_TD, routing.topk_weights_TK, experts_TK, self.place, beside)
+        tokens_ND, weights_NK, key_NK, packed_NW = _Dispatch.apply(
+            x_TD, packed_TW, routing.topk_weights_TK, experts_TK, self.place, beside
+        )
         pair_P, row_P, _, offsets_e = sort_pairs(key_NK.flatten(), num_local)
         rows = most = self.slots * min(K, num_local)
         if self.capacity is not None and (rows := self.capacity.rows(self.even_rows(K), most)) < most:
             row_P, offsets_e = self.capacity.cut(row_P, offsets_e, rows)
-        routed = RoutedTokens(tokens_ND, weights_NK.flatten(), pair_P[:rows], row_P.view_as(key_NK), offsets_e)
+        routed = RoutedTokens(tokens_ND, weights_NK.flatten(), pair_P[:rows], row_P.view_as(key_NK), offsets_e, packed_NW)
         return routed, NvlinkHandle(routed, experts_TK)
 
     def even_rows(self, choices: int) -> int:

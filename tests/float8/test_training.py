@@ -82,15 +82,18 @@ def _train(model, layout, options, parallel) -> dict:
         ("rowwise_experts", Layout(tp=2, etp=2), {}),
         ("heads_cut", Layout(tp=2, dp_shard=2, ep=2), {"recompute": "selective"}),
         ("latents", Layout(tp=2), {}),
+        ("rowwise_dispatch", Layout(dp_shard=2, tp=2, ep=4), {"dispatch_domain": 2, "recompute": "selective"}),
     ],
-    ids=["recomputed", "experts_spread", "experts_cut", "heads_cut", "latents"],
+    ids=["recomputed", "experts_spread", "experts_cut", "heads_cut", "latents", "dispatched_in_two_hops"],
 )
 def test_same_numbers_in_every_layout(pool, case, layout, parallel) -> None:
     """Layouts cut blocks elsewhere, but scales that are powers of two round alike, short of ties and the smallest elements."""
     experts = qwen3(64), Float8Options(expert_recipe="rowwise"), ()
     heads = qwen3(128), Float8Options("mxfp8", "mxfp8"), ()
     latents = wide_deepseek(), Float8Options("mxfp8"), ()
-    model, options, _ = (CASES | {"rowwise_experts": experts, "heads_cut": heads, "latents": latents})[case]
+    dispatch = qwen3(64), Float8Options(expert_recipe="rowwise", dispatch=True, last_layers_bf16=1), ()
+    others = {"rowwise_experts": experts, "heads_cut": heads, "latents": latents, "rowwise_dispatch": dispatch}
+    model, options, _ = (CASES | others)[case]
     expected = pool.run(1, _train, model, ONE, with_float8(options), {})[0]
     run = pool.run(layout.world, _train, model, layout, with_float8(options), parallel)[0]
     # A latent sums over 64 numbers alone: an element that rounds otherwise is seen.
@@ -117,6 +120,9 @@ W2 = "layers.0.moe.experts.w2"
         (Float8Options("tensorwise"), Layout(tp=2, dp_shard=2), "selective"),
         (Float8Options(expert_recipe="rowwise"), Layout(tp=2, etp=2), "none"),
         (Float8Options(expert_recipe="blockwise", expert_weight_grad_bf16=True), Layout(dp_shard=2, ep=2), "selective"),
+        (Float8Options(expert_recipe="rowwise", dispatch=True), Layout(dp_shard=2, ep=2), "none"),
+        (Float8Options(expert_recipe="blockwise", dispatch=True), Layout(dp_shard=2, ep=2), "full"),
+        (Float8Options(expert_recipe="rowwise", dispatch=True, expert_weight_grad_bf16=True), Layout(tp=2, ep=2), "selective"),
     ],
     ids=str,
 )

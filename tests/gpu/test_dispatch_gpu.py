@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
-from transfer_cases import Case, Received, expect, judge, make_round, steps
+from transfer_cases import Case, Received, allocator, expect, judge, make_round, shapes, steps
 
 from kernels import dispatch
 from kernels.peers import Exchange, PeerError, TransferShape
@@ -22,6 +22,8 @@ CASES = [
 
 def on(device: torch.device | str, tensors):
     """A named tuple of tensors, or of lists of tensors, on a device."""
+    if tensors is None:
+        return None
     if isinstance(tensors, Tensor):
         return tensors.to(device)
     moved = [on(device, each) for each in tensors]
@@ -32,13 +34,13 @@ def exchanges(case: Case) -> list[Exchange]:
     memories = [torch.zeros(1 << 24, dtype=torch.uint8, device=DEVICE) for _ in range(case.world)]
     names = [f"rank {rank}" for rank in range(case.world)]
     sizes = case.world, case.max_tokens, case.programs
-    return [Exchange(rank, *sizes, lambda *_: memories, names, timeout=20.0) for rank in range(case.world)]
+    return [Exchange(rank, *sizes, allocator(memories), names, timeout=20.0) for rank in range(case.world)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_transfers(case) -> None:
     groups, streams = exchanges(case), [torch.cuda.Stream() for _ in range(case.world)]
-    peers = [group.peers(TransferShape(case.D, case.K, case.dtype), DEVICE) for group in groups]
+    peers = [[group.peers(shape, DEVICE) for shape in shapes(case)] for group in groups]
     rounds = [make_round(case, number) for number in range(8)]
     expected = [[expect(case, inputs, rank) for rank in range(case.world)] for inputs in rounds]
     inputs_on_gpu, expected_on_gpu = on(DEVICE, rounds), on(DEVICE, expected)
@@ -58,7 +60,8 @@ def test_transfers(case) -> None:
         judged = judge(case, on("cpu", each), wanted)
         assert all(judged.values()), judged
     for group, each in zip(groups, peers, strict=True):
-        group.check(each)
+        for of_shape in each:
+            group.check(of_shape)
 
 
 def test_missing_rank_is_named() -> None:

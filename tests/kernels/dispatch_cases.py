@@ -15,7 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from torch import Tensor
-from transfer_cases import Case, Received, expect, judge, make_round, steps
+from transfer_cases import Case, Received, allocator, expect, judge, make_round, shapes, steps
 
 from kernels import dispatch, dispatch_kernels
 from kernels.peers import Exchange, PeerError, TransferShape
@@ -45,7 +45,7 @@ def run_rank(case: Case, rank: int, memories: list[Tensor], use_kernels: bool) -
     The first rank is slow between waiting and reading: the other ranks would overwrite what it reads.
     """
     exchange = make_exchange(case, rank, memories, timeout=0.1 if use_kernels else 60.0)
-    peers = exchange.peers(TransferShape(case.D, case.K, case.dtype), CPU)
+    peers = [exchange.peers(shape, CPU) for shape in shapes(case)]
     ops = tuple(
         getattr(dispatch, f"_launch_{name}" if use_kernels else f"{name}_reference")
         for name in ("push_tokens", "push_rows", "push_sums")
@@ -78,7 +78,7 @@ def slow_down(module, name: str) -> None:
 def make_exchange(case: Case, rank: int, memories: list[Tensor], timeout: float) -> Exchange:
     """The interpreter has no clock: kernels take a nanosecond for a poll."""
     names = [f"rank {rank}" for rank in range(case.world)]
-    return Exchange(rank, case.world, case.max_tokens, case.programs, lambda *_: memories, names, timeout)
+    return Exchange(rank, case.world, case.max_tokens, case.programs, allocator(memories), names, timeout)
 
 
 def run_alone(case: Case, rank: int, memories: list[Tensor], use_kernels: bool) -> list[str]:
@@ -111,7 +111,7 @@ def run_case(case: Case, work) -> list[str]:
     processes = [context.Process(target=child, args=(rank,)) for rank in range(case.world)]
     for process in processes:
         process.start()
-    wrong = [line for _ in processes for line in results.get(timeout=100)]
+    wrong = [line for _ in processes for line in results.get(timeout=300)]
     for process in processes:
         process.join()
     return wrong

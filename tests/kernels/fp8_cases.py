@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from kernels import grouped_mm_fp8, quantize, swiglu_fp8
+from kernels import grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8
 from kernels.grouped_mm import Tile
 
 TYPES = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
@@ -103,12 +103,46 @@ def column_cases():
                 pair[rows:] = -1
             else:
                 x[rows:] = torch.nan
-            actual = quantize._launch_columns(x, ends, blockwise, pair, choices)
+            actual = quantize.launch_columns(x, ends, blockwise, pair, choices)
             expected = quantize.quantize_columns(x, ends, blockwise, pair, choices or 1)
             used, case = int(expected[2][-1]), f"{groups} by {C}, blockwise {blockwise}, {choices} choices"
             blocks = used // 128 if blockwise else len(groups)
             wrong = different(actual[0][:, :used], expected[0][:, :used]) + different(actual[2], expected[2])
             yield f"quantize_columns {case}", wrong + different(actual[1][:blocks], expected[1][:blocks])
+
+
+def packed_cases():
+    """Tokens packed by the kernel, spread to rows, and turned: as by the references of packing and of tokens that are not."""
+    for N, D, K, groups in ((9, 128, 2, [5, 0, 7]), (70, 384, 3, [1, 129, 0, 60]), (6, 80, 1, [2, 0, 3]), (1, 2048, 4, [3])):
+        for dtype in (torch.float32, torch.bfloat16):
+            x_ND, count = numbers(N, D + 8, dtype)[:, :D], sum(groups)
+            pair_R = torch.randperm(N * K)[: count + 2].int()
+            pair_R[count:] = -1
+            row_P = torch.full((N * K,), -1, dtype=torch.int32)
+            row_P[pair_R[:count].long()] = torch.arange(count, dtype=torch.int32)
+            row_NK, ends = row_P.view(N, K), torch.tensor(groups).cumsum(0, dtype=torch.int32)
+            for blockwise in (True, False) if D % 128 == 0 else (False,):
+                case = f"{dtype} {N}x{D}, {groups}, blockwise {blockwise}"
+                used = D // 4 + packed_tokens.scales_of_token(D, blockwise)
+                words = packed_tokens._launch_pack(x_ND, blockwise)
+                elements, scale = quantize.quantize_rows_reference(x_ND, blockwise)
+                for name, packed in (("kernel", words), ("op", packed_tokens.pack_tokens(x_ND, blockwise))):
+                    assert packed.shape == words.shape
+                    wrong = different(packed[:, : D // 4].contiguous().view(quantize.E4M3), elements)
+                    wrong += different(packed[:, D // 4 : used].view(torch.float32), scale.view(-1, N).t())
+                    yield f"pack_tokens {name} {case}", wrong
+                expected = quantize.spread_rows_fp8(x_ND, row_NK, count + 2, blockwise)
+                for name, op in (("kernel", packed_tokens._launch_spread), ("op", packed_tokens.spread_packed)):
+                    actual = op(words, row_NK, count + 2, D, blockwise)
+                    yield f"spread_packed {name} {case}", same_products(actual, expected, slice(0, count))
+                actual = quantize.launch_columns(
+                    words.view(quantize.E4M3)[:, :D], ends, blockwise, pair_R, K, words.view(torch.float32)[:, D // 4 :]
+                )
+                expected = packed_tokens.quantize_packed_columns(words, D, ends, blockwise, pair_R, K)
+                width = int(expected[2][-1])
+                blocks = width // 128 if blockwise else len(groups)
+                wrong = different(actual[0][:, :width], expected[0][:, :width]) + different(actual[2], expected[2])
+                yield f"quantize_packed_columns {case}", wrong + different(actual[1][:blocks], expected[1][:blocks])
 
 
 def tile_cases():
@@ -218,7 +252,7 @@ def weight_grad_cases():
             yield f"grouped_mm_fp8_weight_grad of no rows, {case}", float(actual[torch.tensor(groups) == 0].any())
 
 
-CASES = (row_cases, column_cases, tile_cases, swiglu_cases, grouped_mm_cases, weight_grad_cases)
+CASES = (row_cases, column_cases, tile_cases, swiglu_cases, grouped_mm_cases, weight_grad_cases, packed_cases)
 
 if __name__ == "__main__":
     torch.manual_seed(0)

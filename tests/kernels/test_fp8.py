@@ -4,7 +4,7 @@ import pytest
 import torch
 from interpreter import errors_of
 
-from kernels import grouped_mm_fp8, quantize, swiglu_fp8
+from kernels import grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8
 
 
 @pytest.fixture(scope="module")
@@ -12,7 +12,8 @@ def errors() -> dict[str, float]:
     return errors_of("fp8_cases.py")
 
 
-EXACT = ["quantize_rows", "spread_rows_fp8", "quantize_columns", "quantize_tiles"]
+PACKED = ["pack_tokens", "spread_packed", "quantize_packed_columns"]
+EXACT = ["quantize_rows", "spread_rows_fp8", "quantize_columns", "quantize_tiles", *PACKED]
 ROUNDED = ["weighted_swiglu_fp8", "weighted_swiglu_fp8_backward", "grouped_mm_fp8", "grouped_mm_fp8_weight_grad"]
 
 
@@ -40,6 +41,10 @@ def test_quantisers_are_registered_correctly(blockwise) -> None:
     check(quantize.spread_rows_fp8, (x, torch.arange(12).view(6, 2).flip(0), 12, blockwise), test_utils=OPCHECKS)
     check(quantize.quantize_columns, (x, ends, blockwise), test_utils=OPCHECKS)
     check(quantize.quantize_columns, (x, ends, blockwise, torch.arange(7), 2), test_utils=OPCHECKS)
+    words = packed_tokens.pack_tokens(x, blockwise)
+    check(packed_tokens.pack_tokens, (x, blockwise), test_utils=OPCHECKS)
+    check(packed_tokens.spread_packed, (words, torch.arange(12).view(6, 2).flip(0), 12, 256, blockwise), test_utils=OPCHECKS)
+    check(packed_tokens.quantize_packed_columns, (words, 256, ends, blockwise, torch.arange(7), 2), test_utils=OPCHECKS)
     check(quantize.quantize_tiles, (torch.randn(2, 256, 128), blockwise), test_utils=OPCHECKS)
     arguments = torch.randn(5, 2, 128), torch.rand(8), torch.tensor([6, 0, 3, 7, -1], dtype=torch.int32), torch.tensor([4])
     check(swiglu_fp8.weighted_swiglu_fp8, (*arguments, blockwise), test_utils=OPCHECKS)

@@ -134,3 +134,26 @@ def test_what_fsdp_can_gather_in_fp8(gpu) -> None:
 )
 def test_settings_without_effect(flags, fragment) -> None:
     assert fragment in refusal(*flags)
+
+
+def test_dispatch_that_sends_no_operand() -> None:
+    on_2, flags = "--parallelism.expert_parallel_degree=2", ["emulate", "dispatch"]
+
+    def refusal_on_2(*flags: str, dispatcher: str = "auto") -> str:
+        with pytest.raises(ConfigError) as caught:
+            argv = [*MOE, on_2, f"--moe.dispatcher={dispatcher}", *(f"--float8.{flag}" for flag in flags)]
+            load_config(argv, 2)
+        return str(caught.value)
+
+    for recipe in ("tensorwise", "mxfp8", "nvfp4"):
+        message = 'float8.dispatch = true: needs float8.expert_recipe one of "rowwise", "blockwise"'
+        assert f'{message}, whose operands it sends, not "{recipe}"' in refusal_on_2(*flags, f"expert_recipe={recipe}")
+    assert 'not "none"' in refusal_on_2(*flags, "recipe=mxfp8")
+    for kind in ("allgather", "deepep"):
+        message = f'needs moe.dispatcher one of "auto", "alltoall", "nvlink", not "{kind}"'
+        assert message in refusal_on_2(*flags, "expert_recipe=rowwise", dispatcher=kind)
+    assert "float8.dispatch = true: needs parallelism.expert_parallel_degree" in refusal(*flags, "expert_recipe=blockwise")
+    assert "float8.dispatch = true: needs float8.recipe or float8.expert_recipe" in refusal_on_2("dispatch")
+    for kind in ("auto", "alltoall", "nvlink"):
+        argv = [*MOE, on_2, f"--moe.dispatcher={kind}", "--float8.expert_recipe=blockwise", "--float8.emulate"]
+        assert load_config([*argv, "--float8.dispatch"], 2).float8.dispatch
