@@ -1,11 +1,15 @@
 """Dispatch and combine alone, beside a plain copy between the same GPUs and beside NCCL.
 
-torchrun --nproc-per-node 2 benchmarks/dispatch.py [--tokens 8192,32768] [--sms 16,32,64,132] [--out FOLDER]
+torchrun --nproc-per-node 2 benchmarks/dispatch.py [--tokens 8192,32768] [--sms 16,32,64,132] [--fp8] [--out FOLDER]
 
 bf16 tokens, fp32 weights, natural routing from random scores, all ranks of the run as one expert group. Payload is what leaves a
 rank: each token once for every other rank with one of its experts. "transfers" are the kernels of kernels/dispatch.py in a CUDA
 graph; "whole" is the dispatcher eagerly, with sorting and local sums. Times are medians in us of the slowest rank, rates payload
 over time. The table comes last; everything is also written to OUT/dispatch.json.
+
+With --fp8 also what FP8 dispatch brings: "alone" is the transfer of a dispatch, "to operand" all from bf16 tokens on this rank to
+the FP8 rows that the experts multiply, in CUDA graphs for nvlink and eagerly for alltoall. These rows must be the same bits as
+those of tokens that came in bf16, or the exit code is 1.
 """
 
 import argparse
@@ -13,6 +17,7 @@ import json
 import sys
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +29,9 @@ from torch import Tensor
 
 from benchmarks import environment, ranks
 from benchmarks.ranks import eager, graphed
+from float8.experts import Float8Products
 from kernels.dispatch import push_rows, push_sums, push_tokens
+from kernels.packed_tokens import Packing
 from kernels.sort import sort_pairs
 from parallelisms.dispatch import build_dispatcher
 from parallelisms.routing import PairOrder, Routing
@@ -113,6 +120,61 @@ def whole(case: Case, kind: str, sms: int) -> dict[str, float]:
     return dict(zip(PASSES, map(eager, runs), strict=True))
 
 
+@torch.no_grad()
+def fp8(case: Case, kind: str, recipe: str) -> dict[str, Any]:
+    """Tokens that travel packed beside tokens in bf16: us, bytes of a token on its way, and whether the operands are the same."""
+    routing, packing = case.routing(), Packing(recipe == "blockwise")
+    dispatcher = build_dispatcher(kind, case.E, dist.group.WORLD, dist.get_world_size(), 1, case.T)
+    products = Float8Products(packing.blockwise, high_precision_weight_grad=False)
+    x_TD = torch.randn(case.T, case.D, device="cuda", dtype=torch.bfloat16)
+    x_TD[::97] *= 1e4
+    words_TW = packing.pack(x_TD)
+
+    def operand(packed: bool) -> list[Tensor]:
+        routed, _ = dispatcher.dispatch(x_TD, routing, None, packing.pack(x_TD) if packed else None)
+        tokens = routed.tokens_ND if routed.packed_NW is None else packing.received(routed.packed_NW, case.D)
+        return [routed.offsets_e, *products.rows(tokens, routed.row_NK, len(routed.pair_R))]
+
+    def same() -> bool:
+        (ends, elements, scale), (_, wanted, wanted_scale) = operand(True), operand(False)
+        rows = int(ends[-1])
+        bits = elements[:rows].view(torch.uint8), wanted[:rows].view(torch.uint8)
+        return torch.equal(*bits) and torch.equal(scale[..., :rows], wanted_scale[..., :rows])
+
+    time = graphed if kind == "nvlink" else eager
+    runs = {"to operand": partial(operand, True), "to operand, bf16": partial(operand, False)}
+    if kind == "nvlink":
+        meta = routing.topk_experts_TK, routing.topk_weights_TK, *dispatcher.place
+        runs |= {"alone": partial(push_tokens, words_TW, *meta), "alone, bf16": partial(push_tokens, x_TD, *meta)}
+    sizes = {"fp8": words_TW.shape[1] * 4, "bf16": case.D * 2}
+    return {"same": all_hold(same()), "bytes": sizes, "us": {name: time(run) for name, run in runs.items()}}
+
+
+def all_hold(here: bool) -> bool:
+    return ranks.slowest(not here) == 0
+
+
+def measure_fp8(options: argparse.Namespace) -> list[dict[str, Any]]:
+    entries = []
+    for T in options.tokens:
+        case = Case(T, options.width, options.experts, options.choices)
+        for kind, recipe in product(("nvlink", "alltoall"), ("rowwise", "blockwise")):
+            entries.append({"tokens": T, "dispatcher": kind, "recipe": recipe} | fp8(case, kind, recipe))
+            torch.cuda.empty_cache()
+    return entries
+
+
+def fp8_lines(entries: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for entry in entries:
+        us, sizes = entry["us"], entry["bytes"]
+        times = [f"{name} {us[name]:.0f} us (bf16 {us[name + ', bf16']:.0f})" for name in ("alone", "to operand") if name in us]
+        size = f"{sizes['fp8']} bytes a token (bf16 {sizes['bf16']})"
+        verdict = "same operand" if entry["same"] else "BAD: another operand"
+        lines.append(", ".join([f"{entry['tokens']} tokens, {entry['dispatcher']}, {entry['recipe']}: {size}", *times, verdict]))
+    return lines
+
+
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     entries = []
     for T in options.tokens:
@@ -166,6 +228,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=2048, help="elements of a token")
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--choices", type=int, default=8, help="experts of a token")
+    parser.add_argument("--fp8", action="store_true", help="also tokens that travel in FP8")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs/benchmarks/dispatch", help="folder for the results")
     parser.add_argument("--commit", default=environment.commit(), help="where the folder is no git checkout")
     return parser.parse_args(argv)
@@ -178,18 +241,20 @@ def main(argv: list[str]) -> int:
         return 2
     ranks.join()
     rates, entries = peer_copy_rates(), measure(options)
+    in_fp8 = measure_fp8(options) if options.fp8 else []
     if dist.get_rank() == 0:
         command = ["torchrun", "--nproc-per-node", str(dist.get_world_size()), "benchmarks/dispatch.py", *argv]
         report = environment.report(command, options.commit) | {
             "shape": {"width": options.width, "experts": options.experts, "choices": options.choices},
             "peer_copy_gb_per_s": rates,
             "results": entries,
+            "fp8": in_fp8,
         }
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "dispatch.json").write_text(json.dumps(report, indent=1) + "\n")
-        print(f"{environment.heading(report)}\n\n{table(entries, rates)}")
+        print("\n".join([environment.heading(report), "", table(entries, rates), "", *fp8_lines(in_fp8)]))
     dist.destroy_process_group()
-    return 0
+    return 0 if all(entry["same"] for entry in in_fp8) else 1
 
 
 if __name__ == "__main__":

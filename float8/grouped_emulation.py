@@ -12,17 +12,17 @@ from float8.recipes import Groups, Quantizer, Recipe, rotate_rows
 
 
 def grouped_output(recipe: Recipe, x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
-    """``x @ w[e]^T`` [R, N] in x's dtype; zeros past the last group."""
-    return _rows(recipe.input, x_RK, _weights(recipe.weight, w_ENK, 1).transpose(1, 2), offsets_E)
+    """``x @ w[e]^T`` [R, N] in w's dtype; zeros past the last group."""
+    return _rows(recipe.input, x_RK, _weights(recipe.weight, w_ENK, 1).transpose(1, 2), offsets_E).to(w_ENK.dtype)
 
 
 def grouped_input_grad(recipe: Recipe, grad_RN: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
     """``grad @ w[e]`` [R, K] in grad's dtype; zeros past the last group."""
-    return _rows(recipe.grad, grad_RN, _weights(recipe.weight, w_ENK, 0), offsets_E)
+    return _rows(recipe.grad, grad_RN, _weights(recipe.weight, w_ENK, 0), offsets_E).to(grad_RN.dtype)
 
 
 def grouped_weight_grad(recipe: Recipe, grad_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
-    """``grad^T @ x`` over the rows of each group [E, N, K] in x's dtype; zeros for an empty group."""
+    """``grad^T @ x`` over the rows of each group [E, N, K] in grad's dtype; zeros for an empty group."""
     layout = AlignedGroups.of(offsets_E, recipe.input.rows_of_block(0) or 1)
     grad_WN, x_WK = layout.place(grad_RN), layout.place(x_RK)
     if recipe.hadamard:
@@ -31,7 +31,7 @@ def grouped_weight_grad(recipe: Recipe, grad_RN: Tensor, x_RK: Tensor, offsets_E
     grad_ENK = x_WK.new_zeros(len(offsets_E), grad_WN.shape[1], x_WK.shape[1])
     for expert, rows in layout:
         torch.mm(grad_WN[rows].t(), x_WK[rows], out=grad_ENK[expert])
-    return grad_ENK.to(x_RK.dtype)
+    return grad_ENK.to(grad_RN.dtype)
 
 
 def _rows(quantizer: Quantizer, x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def _rows(quantizer: Quantizer, x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) 
     out_RN = w_EKN.new_zeros(len(x_RK), w_EKN.shape[2])
     for expert, rows in layout:
         torch.mm(simulated_WK[rows], w_EKN[expert], out=out_RN[rows])
-    return out_RN.to(x_RK.dtype)
+    return out_RN
 
 
 def _weights(quantizer: Quantizer, w_ENK: Tensor, axis: int) -> Tensor:

@@ -33,9 +33,26 @@ def test_table() -> None:
     assert len({len(line) for line in lines[2:6]}) == 1
 
 
+def test_lines_of_fp8() -> None:
+    common = {"tokens": 8192, "recipe": "blockwise", "bytes": {"fp8": 2112, "bf16": 4096}}
+    us = {"to operand": 150.0, "to operand, bf16": 300.0}
+    alone = {"alone": 100.4, "alone, bf16": 180.0}
+    lines = dispatch.fp8_lines(
+        [
+            common | {"dispatcher": "nvlink", "us": us | alone, "same": True},
+            common | {"dispatcher": "alltoall", "us": us, "same": False},
+        ]
+    )
+    size = "blockwise: 2112 bytes a token (bf16 4096)"
+    times = "to operand 150 us (bf16 300)"
+    assert lines[0] == f"8192 tokens, nvlink, {size}, alone 100 us (bf16 180), {times}, same operand"
+    assert lines[1] == f"8192 tokens, alltoall, {size}, {times}, BAD: another operand"
+
+
 def test_options() -> None:
     options = dispatch.parse_options(["--tokens", "64,7", "--sms", "3", "--commit", "abc"])
     assert options.tokens == [64, 7] and options.sms == [3] and options.commit == "abc"
+    assert not options.fp8 and dispatch.parse_options(["--fp8"]).fp8
     assert (options.width, options.experts, options.choices) == (2048, 128, 8)
 
 

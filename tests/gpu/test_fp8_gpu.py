@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks.moe_layer import relative_error
 from float8.experts import EmulatedProducts, Float8Products
 from float8.recipes import RECIPES
-from kernels import grouped_mm_fp8, quantize, swiglu_fp8
+from kernels import grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8
 
 GROUPS = [1, 0, 7, 127, 129, 16, 0, 300, 513]
 RECIPE = pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
@@ -38,6 +38,34 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 
 def cpu(*values):
     return (value.cpu() if isinstance(value, Tensor) else value for value in values)
+
+
+@RECIPE
+@pytest.mark.parametrize("D", [384, 2048, 7168])
+def test_packed_tokens(poisoned, recipe, D) -> None:
+    blockwise, R, K = recipe == "blockwise", sum(GROUPS), 3
+    N, ends = R // 2, ends_of(GROUPS)
+    x_ND = numbers(N, D + 8)[:, :D]
+    words, wanted = poisoned(packed_tokens.pack_tokens, x_ND, blockwise), packed_tokens.pack_tokens(x_ND.cpu(), blockwise)
+    for part, dtype in (
+        (slice(0, D // 4), quantize.E4M3),
+        (slice(D // 4, D // 4 + packed_tokens.scales_of_token(D, blockwise)), torch.float32),
+    ):
+        assert same(*(each[:, part].contiguous().view(dtype) for each in (words, wanted)))
+    pair_R = torch.randperm(N * K, device="cuda")[:R].int()
+    row_P = torch.full((N * K,), -1, device="cuda", dtype=torch.int32)
+    row_P[pair_R.long()] = torch.arange(R, device="cuda", dtype=torch.int32)
+    row_NK = row_P.view(N, K)
+    actual = poisoned(packed_tokens.spread_packed, words, row_NK, R, D, blockwise)
+    for part, expected in zip(actual, quantize.spread_rows_fp8(x_ND, row_NK, R, blockwise), strict=True):
+        assert same(part, expected)
+    arguments = words, D, ends, blockwise, pair_R, K
+    actual = poisoned(packed_tokens.quantize_packed_columns, *arguments)
+    expected = packed_tokens.quantize_packed_columns(*cpu(*arguments))
+    width = int(expected[2][-1])
+    blocks = width // 128 if blockwise else len(GROUPS)
+    assert same(actual[0][:, :width], expected[0][:, :width]) and same(actual[2], expected[2])
+    assert same(actual[1][:blocks], expected[1][:blocks])
 
 
 @RECIPE

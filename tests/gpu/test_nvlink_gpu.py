@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -14,7 +15,9 @@ import torch.multiprocessing as mp
 from rows import place_rows
 from torch import Tensor
 
+from kernels.packed_tokens import Packing, spread_packed
 from kernels.peers import PeerError, set_timeout
+from kernels.quantize import spread_rows_fp8
 from kernels.sort import sort_pairs
 from parallelisms.dispatch import build_dispatcher
 from parallelisms.dispatch.base import Dispatcher
@@ -100,6 +103,37 @@ def compare(rank: int, folder: str) -> None:
 def test_as_alltoall(tmp_path) -> None:
     """Also when everything else has been freed and its place taken: transfers must reach the memory that is theirs."""
     assert run_ranks(compare, tmp_path, 240) == [0, 0]
+
+
+def compare_packed(rank: int, folder: str) -> None:
+    """By either dispatcher, packed or not: the same operands, and the same gradients of as many copies."""
+    join_group(rank, folder)
+    most, packing = 300, Packing(blockwise=True)
+    dispatchers = [build_dispatcher(kind, E, dist.group.WORLD, WORLD, 1, most) for kind in ("nvlink", "alltoall")]
+    for number in range(6):
+        inputs = make_inputs((most, 211, 0)[(number + rank) % 3], 2 * number + rank, hot=number == 5)
+        x_TD, weights_TK, experts_TK, _ = inputs
+        routing = Routing(experts_TK, weights_TK, PairOrder(*sort_pairs(experts_TK.flatten(), E)))
+        x_TD.requires_grad_()
+        results = []
+        for dispatcher, packed in product(dispatchers, (True, False)):
+            routed, _ = dispatcher.dispatch(x_TD, routing, None, packing.pack(x_TD) if packed else None)
+            rows, names = int(routed.offsets_e[-1]), (routed.row_NK, len(routed.pair_R))
+            if packed:
+                elements, scale = spread_packed(routed.packed_NW, *names, D, True)
+            else:
+                elements, scale = spread_rows_fp8(routed.tokens_ND.detach(), *names, True)
+            ones_ND = torch.ones(routed.tokens_ND.shape, device="cuda", dtype=torch.bfloat16)
+            copies_TD = torch.autograd.grad(routed.tokens_ND, x_TD, ones_ND)
+            results.append((elements[:rows].view(torch.uint8), scale[:, :rows].contiguous(), *copies_TD))
+        for other in results[1:]:
+            assert all(map(torch.equal, results[0], other))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_packed_tokens(tmp_path) -> None:
+    assert run_ranks(compare_packed, tmp_path, 120) == [0, 0]
 
 
 def lose_rank(rank: int, folder: str) -> None:

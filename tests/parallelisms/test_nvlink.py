@@ -7,6 +7,7 @@ import torch.distributed as dist
 from layout_runs import CLIPPED, assert_bitwise_replicas, assert_same_run, train
 from rows import place_rows
 
+from kernels.packed_tokens import Packing, unpack_tokens
 from kernels.sort import sort_pairs
 from parallelisms.dispatch import build_dispatcher
 from parallelisms.folded_mesh import Layout
@@ -48,7 +49,19 @@ def _train_nvlink(model: str, layout: Layout, recompute: str) -> dict:
     return _train(model, layout, recompute, dispatcher="nvlink")
 
 
-def _compiled_layer() -> list[float]:
+class _Unpack(torch.autograd.Function):
+    """Values of packed tokens, whose gradient is that of what stands for them."""
+
+    @staticmethod
+    def forward(ctx, stand_in_ND, tokens):
+        return unpack_tokens(tokens)
+
+    @staticmethod
+    def backward(ctx, grad_ND):
+        return grad_ND, None
+
+
+def _compiled_layer(packing: Packing | None) -> list[float]:
     """Dispatch, experts that multiply by the weight, and combine as one graph: how far the results are from the eager ones."""
     rank, T, D, K, E = dist.get_rank(), 9, 8, 2, 4
     generator = torch.Generator().manual_seed(rank)
@@ -58,8 +71,13 @@ def _compiled_layer() -> list[float]:
     inputs = [torch.randn(*size, generator=generator, requires_grad=True) for size in ((T, D), (T, K))]
 
     def layer(x_TD, weights_TK):
-        routed, handle = dispatcher.dispatch(x_TD.sin(), Routing(experts_TK, weights_TK, order))
-        rows_RD = place_rows(routed.tokens_ND, routed.row_NK, len(routed.pair_R))
+        x_TD = x_TD.sin()
+        packed_TW = None if packing is None else packing.pack(x_TD)
+        routed, handle = dispatcher.dispatch(x_TD, Routing(experts_TK, weights_TK, order), None, packed_TW)
+        tokens_ND = routed.tokens_ND
+        if packing is not None:
+            tokens_ND = _Unpack.apply(tokens_ND, packing.received(routed.packed_NW, D))
+        rows_RD = place_rows(tokens_ND, routed.row_NK, len(routed.pair_R))
         weights_R1 = place_rows(routed.weights_P[:, None], routed.row_NK.view(-1, 1), len(routed.pair_R))
         return dispatcher.combine(rows_RD * weights_R1, handle).square()
 
@@ -70,8 +88,9 @@ def _compiled_layer() -> list[float]:
     return [((a - b).norm() / b.norm()).item() for a, b in zip(*results, strict=True)]
 
 
-def test_compiles_as_one_graph(pool) -> None:
-    for errors in pool.run(2, _compiled_layer):
+@pytest.mark.parametrize("packing", [None, Packing(blockwise=False)], ids=str)
+def test_compiles_as_one_graph(pool, packing) -> None:
+    for errors in pool.run(2, _compiled_layer, packing):
         assert len(errors) == 3 and max(errors) < 1e-6, errors
 
 
