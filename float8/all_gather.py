@@ -39,8 +39,7 @@ class TiledWeight(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func not in _VIEWS:
             raise NotImplementedError(f"{func} of a weight that was gathered in FP8")
-        with torch.utils._mode_utils.no_dispatch():
-            shape = func(torch.empty(args[0].shape, device="meta"), *args[1:], **(kwargs or {})).shape
+        shape = func(torch.empty(args[0].shape, device="meta"), *args[1:], **(kwargs or {})).shape
         return cls(args[0].elements, args[0].scale, shape)
 
 
