@@ -38,7 +38,7 @@ SETTINGS = ["--checkpoint.enable=true", "--checkpoint.interval=1000000", "--chec
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--modes", nargs="*", choices=MODES, default=MODES, help="of checkpoint.async_mode, in this order")
-    parser.add_argument("--rounds", type=int, default=3, help="of saving and loading beside plain files, of which the median")
+    parser.add_argument("--rounds", type=int, default=3, help="of saving and loading beside plain files; the fastest counts")
     options, argv = parser.parse_known_args()
     trainer = Trainer(read_inputs([*argv, *SETTINGS], int(os.environ.get("WORLD_SIZE", "1"))))
     folder = Path(trainer.config.job.dump_folder, "checkpoint")
@@ -116,13 +116,13 @@ def _measure_disk(trainer: Trainer, folder: Path, rounds: int) -> None:
             seconds[f"{name}, read"].append(_slowest(partial(read, plain)))
             plain.unlink()
     for name, every in seconds.items():
-        middle, direction = statistics.median(every), "written" if name == "save" else "read"
+        best, direction = min(every), "written" if name == "save" else "read"
         shares = {
-            f"share_of_{peer.replace(' ', '_')}": statistics.median(seconds[f"{peer}, {direction}"]) / middle
+            f"share_of_{peer.replace(' ', '_')}": min(seconds[f"{peer}, {direction}"]) / best
             for peer in ("plain file", "torch.save")
             if name.startswith(("save", "load"))
         }
-        _report(name, seconds=middle, all_seconds=every, gb_per_second=size / 1e9 / middle, **shares)
+        _report(name, seconds=best, every=every, gb_per_second=size / 1e9 / best, **shares)
 
 
 def _load(trainer: Trainer, folder: Path, digest: int, checksums: bool) -> float:
