@@ -58,7 +58,8 @@ class SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         data = super().resolve_data(write_item)
-        if not isinstance(data, Tensor) or data.is_cuda or data.is_contiguous():
+        # A writer that copies from a GPU asks for several ahead, and gets them contiguous.
+        if not isinstance(data, Tensor) or data.is_contiguous() or torch.cuda.is_available():
             return data
         # The writer would copy it into new memory each time, for whose pages the system takes longer than for the copy.
         kind = (data.shape, data.dtype)

@@ -3,8 +3,8 @@
 import itertools
 import json
 import zlib
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -15,6 +15,8 @@ from moe_titan.interchange.tensors import InterchangeError
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 24
+_SMALL = 1 << 18
+"""Bytes that are summed up in less time than handing them to a thread takes."""
 
 
 class FileSum(NamedTuple):
@@ -90,15 +92,16 @@ class _Sum:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
-        self._crc: Future[int] = Future()
-        self._crc.set_result(0)
+        self.value: Callable[[], int] = lambda: 0
 
     def add(self, data: Any) -> None:
-        """Waits for what was added before; ``data`` must not change before :meth:`value` or the next call."""
-        self._crc = self._thread.submit(zlib.crc32, data, self._crc.result())
-
-    def value(self) -> int:
-        return self._crc.result()
+        """Waits for what was added before; ``data`` must not change before ``value()`` or the next call."""
+        before = self.value()
+        if memoryview(data).nbytes < _SMALL:
+            crc = zlib.crc32(data, before)
+            self.value = lambda: crc
+        else:
+            self.value = self._thread.submit(zlib.crc32, data, before).result
 
 
 class SummedFile:

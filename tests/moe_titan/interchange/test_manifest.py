@@ -11,7 +11,9 @@ from moe_titan.interchange.manifest import FileSum, Manifest, SummedFile, checks
 DATA = bytes(range(256)) * 7 + b"the end"
 
 
-def test_sums_are_of_what_was_written(tmp_path) -> None:
+@pytest.mark.parametrize("small", [0, 50, 1 << 20])
+def test_sums_are_of_what_was_written(tmp_path, monkeypatch, small) -> None:
+    monkeypatch.setattr("moe_titan.interchange.manifest._SMALL", small)
     with (tmp_path / "file").open("wb") as stream:
         file = SummedFile(stream, checksums=True)
         for part in (DATA[:100], memoryview(DATA)[100:101], bytearray(DATA[101:])):
@@ -24,6 +26,7 @@ def test_sums_are_of_what_was_written(tmp_path) -> None:
 
 
 def test_sums_of_a_file_longer_than_a_block(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("moe_titan.interchange.manifest._SMALL", 50)
     monkeypatch.setattr("moe_titan.interchange.manifest._BLOCK", 100)
     (tmp_path / "file").write_bytes(DATA)
     assert checksum(tmp_path / "file") == FileSum(len(DATA), zlib.crc32(DATA))
