@@ -124,6 +124,8 @@ def _unit(name: str) -> str:
 def kept(config: Config, args: Any) -> int:
     """Bytes that the layers keep from forward to backward; a dense layer is taken for as wide as an MoE layer is to a token."""
     T, N, R, F = sizes_of(config, args)
+    if config.moe.stash_factor is not None and N:
+        R = config.moe.stash_factor * N * args.moe_args.top_k / config.parallelism.expert_parallel_degree
     D, shared = args.dim, args.moe_args.num_shared_experts * args.moe_inter_dim
     query_key, value = head_dims(args)
     per_layer = {
@@ -135,7 +137,7 @@ def kept(config: Config, args: Any) -> int:
         # Besides: queries, keys and values, before and after rotation; all of the shared and routed experts' pre-activations.
         "none": T * (6 * D + args.n_heads * 2 * (query_key + value) + 3 * shared) + N * D + 2 * R * F,
     }
-    return 2 * args.n_layers * per_layer[config.activation_checkpoint.mode]
+    return int(2 * args.n_layers * per_layer[config.activation_checkpoint.mode])
 
 
 def at_work(config: Config, args: Any) -> int:

@@ -79,7 +79,7 @@ class Engine:
             if ".router." not in name:
                 parameter.data = parameter.data.to(options.master_dtype)
         self._set_balance_losses()
-        self.capacity = RowCapacity(parallel.capacity_factor, device, noted=parallel.stash_factor is not None)
+        self.capacity = RowCapacity(parallel.capacity_factor, device)
         self.plan = parallelize(self.model, mesh, parallel, self.capacity)
         initialize(self.model, programs, options.seed, device)
         gather = options.float8.all_gather

@@ -26,6 +26,7 @@ class RowStash:
 
     def __init__(self, rows: float, capacity: RowCapacity):
         self._rows, self._capacity = ceil(rows), capacity
+        capacity.noted = True
         self._block: Tensor | None = None
         self._end: Tensor | None = None
 

@@ -21,16 +21,17 @@ class RowCapacity:
     Args:
         factor: times the rows that a rank gets when loads are even; None for room for all that can arrive.
         device: where the layers run.
-        noted: others than this object bound rows too, and take :meth:`note` of it.
+
+    ``noted`` is for others who bound rows too and take :meth:`note` of it: they set it.
     """
 
-    def __init__(self, factor: float | None, device: torch.device, noted: bool = False):
-        self._factor, self._noted, self.is_lifted = factor, noted, False
+    def __init__(self, factor: float | None, device: torch.device):
+        self._factor, self.noted, self.is_lifted = factor, False, False
         self._exceeded = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
     def bounded(self) -> bool:
-        return (self._factor is not None or self._noted) and not self.is_lifted
+        return (self._factor is not None or self.noted) and not self.is_lifted
 
     def rows(self, even: int, most: int) -> int:
         """Rows to make room for, when a rank gets ``even`` rows under even loads and ``most`` at most."""
