@@ -53,10 +53,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
-def write_transformers(name: str, path: Path, **save: Any) -> Tensor:
+def write_transformers(name: str, path: Path, layers: int = 2, **save: Any) -> Tensor:
     """Saves a random model of a configuration of ``CONFIGS`` as `transformers` does; returns its logits for ``TOKENS``, fp32."""
     torch.manual_seed(len(name))
-    config = CONFIGS[name]
+    config = type(CONFIGS[name])(**CONFIGS[name].to_dict() | {"num_hidden_layers": layers, "layer_types": None})
     model = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))(config)
     for key, buffer in model.named_buffers():
         if key.endswith("e_score_correction_bias"):

@@ -16,6 +16,7 @@ from interchange_models import CONFIGS, VOCAB, our_logits, transformers_logits, 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_titan import convert
 from moe_titan.config import build_model_args, load_config
@@ -124,6 +125,32 @@ def test_every_tensor_is_read_once(stored, tmp_path, monkeypatch, name) -> None:
     monkeypatch.setattr(Checkpoint, "_read", counting(Checkpoint._read))
     run(checkpoint, tmp_path / "hf", "--dtype", "bfloat16")
     assert set(read.values()) == {1}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_few_tensors_are_held_at_once(tmp_path, monkeypatch, name) -> None:
+    """In a model of many layers, of which the checkpoint's writer holds one's."""
+    write_transformers(name, tmp_path / "hf", layers=12)
+    held: list[tuple[StorageWeakRef, int]] = []
+    most = 0
+
+    def watching(function):
+        def load(self, *args):
+            nonlocal most
+            tensor = function(self, *args)
+            held.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
+            most = max(most, sum(size for one, size in held if not one.expired()))
+            return tensor
+
+        return load
+
+    monkeypatch.setattr(SafetensorsFolder, "_load", watching(SafetensorsFolder._load))
+    monkeypatch.setattr(Checkpoint, "_read", watching(Checkpoint._read))
+    whole = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "hf").values())
+    for source, target in (("hf", "dcp"), ("dcp", "back")):
+        run(tmp_path / source, tmp_path / target)
+        assert 0 < most <= whole / 12, f"{source} to {target}: {most} of {whole} bytes"
+        most = 0
 
 
 @pytest.mark.parametrize(("model", "mtp_layers"), [("qwen3", 0), ("qwen3", 1), ("deepseek", 0), ("deepseek", 2)])
