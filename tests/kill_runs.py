@@ -26,7 +26,7 @@ from moe_titan.trainer import Trainer
 WORLD = 2
 LAYOUT = layout(dps=2, ep=2)
 ENDLESS = {"training.steps": 1_000_000, "checkpoint.interval": 1, "checkpoint.keep_latest_k": 3}
-LONGEST_DELAY = 0.05
+LONGEST_DELAY = 0.03
 """Seconds from the first sight of a save to the kill; about as long as a save takes."""
 
 
@@ -41,23 +41,22 @@ class Report:
 
 
 def kill_again_and_again(pool: WorkerPool, corpus: Path, folder: Path, mode: str, kills: int, seed: int) -> Report:
-    """``kills`` kills of one run on two ranks, whose every step is saved."""
+    """``kills`` kills of one run on two ranks, whose every step is saved, and a start after each."""
     chance, report = random.Random(seed), Report()
     argv = arguments(corpus, folder, MODELS["deepseek"], LAYOUT, ENDLESS, {"checkpoint.async_mode": mode})
     checkpoints, newest = folder / "checkpoint", 0
-    for kill in range(kills):
+    for kill in range(kills + 1):
         started = folder / f"started-{kill}"
         ranks = _start(pool, argv, started)
         _wait(lambda at=newest: max(complete_steps(checkpoints), default=0) >= at + 1, ranks)
         if kill:
             report.starts.append((newest, int(started.read_text())))
-        _wait(lambda: any(checkpoints.glob(".saving-*")), ranks)
-        time.sleep(chance.uniform(0, LONGEST_DELAY))
-        chance.choice(ranks).kill()
-        for rank in ranks:
-            rank.join(2)  # The others notice, as far as they can.
-            rank.kill()
-            rank.join()
+        if kill < kills:
+            _wait(lambda: any(checkpoints.glob(".saving-*")), ranks)
+            time.sleep(chance.uniform(0, LONGEST_DELAY))
+        _end(ranks, chance.choice(ranks))
+        if kill == kills:
+            break
         newest = max(complete_steps(checkpoints))
         report.torn += any(checkpoints.glob(".saving-*"))
         report.sums[newest] = sums(checkpoints / f"step-{newest}")
@@ -86,6 +85,14 @@ def _start(pool: WorkerPool, argv: list[str], started: Path) -> list[BaseProcess
     for rank in ranks:
         rank.start()
     return ranks
+
+
+def _end(ranks: list[BaseProcess], first: BaseProcess) -> None:
+    first.kill()
+    for rank in ranks:
+        rank.join(2)  # The others notice, as far as they can.
+        rank.kill()
+        rank.join()
 
 
 def _train(rank: int, port: int, argv: list[str], started: Path) -> None:

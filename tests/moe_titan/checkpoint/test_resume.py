@@ -117,6 +117,19 @@ def test_resuming_on_another_layout(pool, corpus, straight, tmp_path, name, worl
     assert end["progress"] == expected[0]["progress"]
 
 
+@pytest.mark.parametrize(("world", "degrees"), [(1, {}), (2, layout(tp=2, etp=2)), (4, layout(dps=4))], ids=str)
+def test_split_and_whole_weights_load_each_other(pool, corpus, straight, tmp_path, world, degrees) -> None:
+    """Which parameters lie on one data rank, and are kept as two halves, is the layout's matter, and not the checkpoint's."""
+    name = "qwen3 in bf16 on dp_shard2, ep2"
+    folder, expected = straight(name)
+    shutil.copytree(folder / "checkpoint" / "step-6", tmp_path / "checkpoint" / "step-6")
+    bf16 = {"training.mixed_precision_param": "bfloat16"}
+    start, _ = pool.run(world, trainer_runs.run, arguments(corpus, tmp_path, MODELS["qwen3"], bf16, degrees), group=False)[0]
+    for key in ("parameters", "moments", "counts", "bias", "progress"):
+        assert_equal(start[key], expected[0][key], key)
+    assert any((value != torch.from_numpy(value).bfloat16().float().numpy()).any() for value in start["parameters"].values())
+
+
 class Torchtitan:
     """torchtitan's own model, optimizer, schedule and checkpoint manager, in this process."""
 
