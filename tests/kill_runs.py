@@ -26,7 +26,7 @@ from moe_titan.trainer import Trainer
 WORLD = 2
 LAYOUT = layout(dps=2, ep=2)
 ENDLESS = {"training.steps": 1_000_000, "checkpoint.interval": 1, "checkpoint.keep_latest_k": 3}
-LONGEST_DELAY = 0.03
+LONGEST_DELAY = 0.02
 """Seconds from the first sight of a save to the kill; about as long as a save takes."""
 
 
