@@ -26,7 +26,8 @@ class Float8Options:
     ``filter_fqns``: a module whose name contains one of these stays as it is, as do all modules of the first and last so many
     blocks. ``expert_weight_grad_bf16``: the experts' weight gradient is not quantised. ``emulate``: compute on any machine what
     the recipe's kernels would, slowly. ``all_gather``: FSDP2 gathers weights in FP8 where one quantisation serves all products.
-    ``dispatch``: tokens travel to the experts quantised. ``backend``: torchao and our kernels, or Transformer Engine.
+    ``dispatch``: tokens travel to the experts quantised. ``keep_weights``: experts' weights
+    are quantised once a step. ``backend``: torchao and our kernels, or Transformer Engine.
     """
 
     recipe: str = "none"
@@ -39,6 +40,7 @@ class Float8Options:
     all_gather: bool = False
     backend: Literal["native", "te"] = "native"
     dispatch: bool = False
+    keep_weights: bool = False
 
     @property
     def enabled(self) -> bool:

@@ -1,5 +1,9 @@
 """The experts' grouped products in low precision: by kernels, and emulated."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 from torch import Tensor
 
 from float8.all_gather import TiledWeight
@@ -16,12 +20,22 @@ class Float8Products(Products):
     """Products of the recipes "rowwise" and "blockwise" in FP8, for tokens and weights in bf16.
 
     An operand is its elements and its scales; what is given in bf16 is quantised first. A weight is quantised where it is used,
-    in the direction of that use, and not kept.
+    in the direction of that use, and kept only while :meth:`keeping_weights`.
     """
 
     def __init__(self, blockwise: bool, high_precision_weight_grad: bool):
         self.blockwise = blockwise
         self.high_precision_weight_grad = high_precision_weight_grad
+        self._kept: dict[tuple[torch.Size, bool], tuple[Tensor, Tensor]] | None = None
+
+    @contextmanager
+    def keeping_weights(self) -> Iterator[None]:
+        """Within it weights do not change, and differ in shape: each is quantised once for each direction."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
 
     def rows(self, x_ND: Tokens, row_NK: Tensor, num_rows: int) -> Operand:
         if isinstance(x_ND, PackedTokens):
@@ -48,11 +62,17 @@ class Float8Products(Products):
     def _product(self, x: Operand, w_ENK: Tensor, offsets_E: Tensor, transposed: bool) -> Tensor:
         if isinstance(x, Tensor):
             x = quantize_rows(x, offsets_E[-1:], self.blockwise)
+        return grouped_mm_fp8(*x, *self._weights(w_ENK, transposed), offsets_E, self.blockwise)
+
+    def _weights(self, w_ENK: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
         if isinstance(w_ENK, TiledWeight):
-            weights = w_ENK.operand(transposed)
-        else:
-            weights = quantize_weights(w_ENK, self.blockwise, transposed)
-        return grouped_mm_fp8(*x, *weights, offsets_E, self.blockwise)
+            return w_ENK.operand(transposed)
+        if self._kept is None:
+            return quantize_weights(w_ENK, self.blockwise, transposed)
+        key = w_ENK.shape, transposed
+        if key not in self._kept:
+            self._kept[key] = quantize_weights(w_ENK, self.blockwise, transposed)
+        return self._kept[key]
 
     def weight_grad(self, grad_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
         if self.high_precision_weight_grad:

@@ -1,6 +1,7 @@
 """One optimizer step of a parallelised model: all of the mathematics of training, and nothing of its bookkeeping."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torchtitan.protocols.model import BaseModelArgs
 
 from float8.convert import Float8Options, convert
+from float8.experts import Float8Products
 from moe_titan.data import IGNORED, MicroBatch
 from moe_titan.further_tokens import further_on
 from moe_titan.initialization import initialize, record_initialization
@@ -96,6 +98,8 @@ class Engine:
         self.balancer = LoadBalancer(self.model, mesh.stage_group)
         moes = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
         self.stash = self._stash(list(moes.values()))
+        products = [moe.experts.products for moe in moes.values()] if options.float8.keep_weights else []
+        self._keeping = [each for each in products if isinstance(each, Float8Products)]
         experts = {moe.layer: (moe, [f"{name}.experts.{weight}" for weight in ("w13", "w2")]) for name, moe in moes.items()}
         by_expert = all(self.plan[name].shard_dim == 0 for _, weights in experts.values() for name in weights)
         self.placement = ExpertPlacement(experts, self.optimizer, mesh, by_expert)
@@ -167,12 +171,15 @@ class Engine:
             parameter.grad = None
         losses_N = torch.zeros(1 + self.options.mtp_layers, device=self.device, dtype=torch.float32)
         balance: list[Tensor] = []
-        for batch in micro_batches:
-            batch_losses_N, tape = self._forward_backward(batch, denominator)
-            losses_N += batch_losses_N
-            self.balancer.add(tape)
-            if (balance_loss := tape.balance_loss()) is not None:
-                balance.append(balance_loss)
+        with ExitStack() as stack:
+            for products in self._keeping:
+                stack.enter_context(products.keeping_weights())
+            for batch in micro_batches:
+                batch_losses_N, tape = self._forward_backward(batch, denominator)
+                losses_N += batch_losses_N
+                self.balancer.add(tape)
+                if (balance_loss := tape.balance_loss()) is not None:
+                    balance.append(balance_loss)
         return losses_N, balance
 
     def _evaluate_on(self, micro_batches: Sequence[MicroBatch], denominator: Tensor) -> Tensor:

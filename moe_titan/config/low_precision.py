@@ -32,6 +32,8 @@ def check_low_precision(config: Config) -> Iterator[str]:
         yield from _check_all_gather(config)
     if config.float8.dispatch:
         yield from _check_dispatch(config)
+    if config.float8.keep_weights:
+        yield from _check_kept(config)
     if config.float8.emulate:
         return
     for name, recipe in recipes.items():
@@ -49,16 +51,33 @@ def _check_tokens(config: Config, multiple: int) -> Iterator[str]:
 def _check_all_gather(config: Config) -> Iterator[str]:
     """One copy of a weight serves both its products only in recipes whose scales are the same in both directions."""
     degrees, float8 = config.parallelism, config.float8
-    replica = degrees.data_parallel_shard_degree * degrees.context_parallel_degree * degrees.tensor_parallel_degree
-    expert_ranks = degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree
     linears = float8.recipe == "tensorwise" and degrees.data_parallel_shard_degree > 1
-    experts = float8.expert_recipe == "blockwise" and replica // gcd(replica, expert_ranks) > 1
+    experts = float8.expert_recipe == "blockwise" and _expert_data_ranks(config) > 1
     if float8.emulate:
         yield config.problem("float8.all_gather", "needs float8.emulate = false: emulated products read weights in bf16")
     elif not (linears or experts):
         needs = 'needs float8.recipe = "tensorwise" and parallelism.data_parallel_shard_degree above 1, or'
         also = 'float8.expert_recipe = "blockwise" and experts on fewer ranks than hold a replica; set it to false'
         yield config.problem("float8.all_gather", f"{needs} {also}")
+
+
+def _expert_data_ranks(config: Config) -> int:
+    """Ranks of a replica over which FSDP2 shards an expert."""
+    degrees = config.parallelism
+    replica = degrees.data_parallel_shard_degree * degrees.context_parallel_degree * degrees.tensor_parallel_degree
+    return replica // gcd(replica, degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree)
+
+
+def _check_kept(config: Config) -> Iterator[str]:
+    name = "float8.keep_weights"
+    if config.float8.expert_recipe not in _PACKED:
+        recipe = show(config.float8.expert_recipe)
+        yield config.problem(name, f"needs float8.expert_recipe {one_of(_PACKED)}, whose weights it keeps, not {recipe}")
+    if config.float8.emulate:
+        yield config.problem(name, "needs float8.emulate = false: emulated products round weights where they use them")
+    if _expert_data_ranks(config) > 1:
+        what = "needs experts on as many ranks as hold a replica: FSDP2 would shard what is kept whole"
+        yield config.problem(name, f"{what}; raise parallelism.expert_parallel_degree or set it to false")
 
 
 def _check_dispatch(config: Config) -> Iterator[str]:
@@ -83,7 +102,7 @@ def _check_transformer_engine(config: Config, recipes: dict[str, str]) -> Iterat
     if find_spec(PACKAGE) is None:
         cure = 'install it (pip install "transformer_engine[pytorch]") or set it to "native"'
         yield config.problem("float8.backend", f"the package {PACKAGE} is not installed; {cure}")
-    for name in ("emulate", "all_gather", "dispatch", "expert_weight_grad_bf16"):
+    for name in ("emulate", "all_gather", "dispatch", "keep_weights", "expert_weight_grad_bf16"):
         if config.get(f"float8.{name}"):
             yield config.problem(f"float8.{name}", 'must be false with float8.backend = "te", which does not have it')
     yield from _check_tokens(config, TOKENS)

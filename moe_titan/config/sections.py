@@ -188,6 +188,9 @@ class Float8:
     backend: Literal["native", "te"] = key("native", "torchao and moe_titan's kernels, or Transformer Engine")
     all_gather: bool = key(False, "FSDP2 gathers weights in FP8: of tensorwise linear layers and of blockwise experts")
     emulate: bool = key(False, "Compute the recipes' numbers slowly on any machine, without low-precision hardware")
+    keep_weights: bool = key(
+        False, "Quantise experts' weights once a step for all that use them, and keep them both ways: two bytes a parameter"
+    )
     dispatch: bool = key(False, "Send tokens to routed experts in FP8, as expert_recipe rowwise or blockwise quantises them")
 
 

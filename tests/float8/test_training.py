@@ -4,6 +4,7 @@ import logging
 import re
 import shutil
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from trainer_runs import MODELS, arguments, records
 
 from float8.convert import Float8Options
+from kernels.quantize import quantize_weights
 from parallelisms.folded_mesh import Layout
 
 ONE = Layout()
@@ -136,6 +138,27 @@ def test_kernels_and_emulation_agree(pool, options, layout, recompute) -> None:
         pool.run(layout.world, _train, model, layout, options, parallel)[0] for options in (kernels, with_float8(kernels.float8))
     ]
     assert_same_run(actual, expected, 1e-2)
+
+
+@pytest.mark.parametrize(("recipe", "recompute"), [("rowwise", "selective"), ("blockwise", "none")])
+def test_kept_weights_change_nothing(pool, recipe, recompute) -> None:
+    """Two micro-batches a step, three steps: bit for bit the same, with as many quantisations as weights and directions."""
+    model, layout = qwen3(128 if recipe == "blockwise" else 32), Layout(dp_shard=2, ep=2)
+    parallel = {"param_dtype": torch.bfloat16, "recompute": recompute}
+    options = [replace(CLIPPED, float8=Float8Options(expert_recipe=recipe, keep_weights=keep)) for keep in (False, True)]
+    every, kept = (pool.run(2, _train_counting, model, layout, option, parallel)[0] for option in options)
+    assert every[0]["loss"] == kept[0]["loss"] and every[0]["norm"] == kept[0]["norm"]
+    for name, parameter in every[0]["params"].items():
+        assert np.array_equal(kept[0]["params"][name], parameter), name
+    steps, layers, weights, directions, micro_batches = 3, 2, 2, 2, 2
+    assert kept[1] == steps * layers * weights * directions
+    # Recomputation makes the first product again.
+    assert every[1] == steps * micro_batches * layers * (weights * directions + (recompute == "selective"))
+
+
+def _train_counting(model, layout, options, parallel) -> tuple[dict, int]:
+    with patch("float8.experts.quantize_weights", wraps=quantize_weights) as quantise:
+        return train(model, layout, options, samples=12, **parallel), quantise.call_count
 
 
 @pytest.fixture(scope="module")

@@ -136,6 +136,23 @@ def test_settings_without_effect(flags, fragment) -> None:
     assert fragment in refusal(*flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["expert_recipe=mxfp8", "emulate"], 'needs float8.expert_recipe one of "rowwise", "blockwise", whose weights it keeps'),
+        (["expert_recipe=rowwise", "emulate"], "needs float8.emulate = false"),
+        ([], "needs float8.recipe or float8.expert_recipe"),
+    ],
+)
+def test_weights_that_cannot_be_kept(flags, message) -> None:
+    assert f"float8.keep_weights = true: {message}" in refusal("keep_weights", *flags)
+
+
+def test_weights_of_fsdp_are_not_kept() -> None:
+    with pytest.raises(ConfigError, match="needs experts on as many ranks as hold a replica"):
+        load_config([*MOE, "--float8.expert_recipe=rowwise", "--float8.keep_weights"], 2)
+
+
 def test_dispatch_that_sends_no_operand() -> None:
     on_2, flags = "--parallelism.expert_parallel_degree=2", ["emulate", "dispatch"]
 
