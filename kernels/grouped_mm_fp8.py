@@ -95,7 +95,7 @@ def _launch_weight_grad(
         TensorDescriptor.from_tensor(a_KW, [tile.n, tile.k]),
         TensorDescriptor.from_tensor(out_ENK, [1, min(tile.m, 128), tile.n // 2]),
         grad_scale, a_scale, ends_E, E, N, K,
-        E_P=triton.next_power_of_2(E), BLOCK_N=tile.m, BLOCK_K=tile.n, BLOCK_R=tile.k,
+        BLOCK_N=tile.m, BLOCK_K=tile.n, BLOCK_R=tile.k,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out_ENK
