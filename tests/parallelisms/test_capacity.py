@@ -25,6 +25,7 @@ def _train(
     recompute: str = "none",
     dispatcher: str | None = None,
     stash_factor: float | None = None,
+    domain: int | None = None,
 ) -> dict:
     passes = []
 
@@ -32,7 +33,7 @@ def _train(
         run = engine._train_on
         engine._train_on = lambda *args: passes.append(args) or run(*args)
 
-    options = _options(layout, factor, stash_factor) | {"recompute": recompute}
+    options = _options(layout, factor, stash_factor) | {"recompute": recompute, "dispatch_domain": domain}
     if dispatcher is not None:
         options["dispatcher"] = dispatcher
     batch = SAMPLES // layout.dp // 2
@@ -78,6 +79,15 @@ def test_no_token_is_lost(pool, single_process, layout, factor, recompute, repea
 def test_stashed_rows(pool, single_process, layout, factor, stash_factor, repeated) -> None:
     ranks = pool.run(layout.world, _train, layout, factor, "none", None, stash_factor)
     assert [run["passes"] for run in ranks] == [STEPS * (1 + repeated)] * layout.world
+    assert_same_run(ranks[0], single_process)
+    assert_bitwise_replicas(ranks)
+
+
+@pytest.mark.parametrize(("factor", "stash_factor", "repeated"), [(None, 4.0, False), (None, 0.5, True), (0.5, 4.0, True)])
+def test_bounds_of_two_domains(pool, single_process, factor, stash_factor, repeated) -> None:
+    """Of four expert ranks, none can get more than four times its share."""
+    ranks = pool.run(4, _train, Layout(dp_shard=2, tp=2, ep=4), factor, "none", "nvlink", stash_factor, 2)
+    assert [run["passes"] for run in ranks] == [STEPS * (1 + repeated)] * 4
     assert_same_run(ranks[0], single_process)
     assert_bitwise_replicas(ranks)
 
