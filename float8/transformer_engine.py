@@ -48,10 +48,11 @@ class _Layer:
         if self.module is None:
             self.module = getattr(te, self.kind)(*self.sizes, bias=False, params_dtype=torch.bfloat16, device=x.device)
         self.module._parameters.update(weights)
-        with te.autocast(enabled=True, recipe=_recipe(self.recipe)):
-            out = self.module(x, *arguments)
-        self.module._parameters.update(dict.fromkeys(weights))
-        return out
+        try:
+            with te.autocast(enabled=True, recipe=_recipe(self.recipe)):
+                return self.module(x, *arguments)
+        finally:  # Recomputation leaves a block by an exception once it has what it wants.
+            self.module._parameters.update(dict.fromkeys(weights))
 
 
 class TransformerEngineLinear(nn.Linear):

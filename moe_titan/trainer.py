@@ -16,7 +16,7 @@ from torchtitan.protocols.model import BaseModelArgs
 
 from kernels.peers import set_timeout as set_dispatch_timeout
 from moe_titan.checkpoint import DTYPES, Checkpointer, Due, Progress
-from moe_titan.config import Config, to_toml
+from moe_titan.config import Config, ConfigError, to_toml
 from moe_titan.data import build_dataloader
 from moe_titan.engine import Engine, TrainOptions
 from moe_titan.flops import num_parameters, train_flops_per_token
@@ -27,6 +27,7 @@ from moe_titan.lr_schedule import lr_factor
 from moe_titan.metrics import MetricsLogger
 from moe_titan.moment import Moment
 from moe_titan.step_result import StepResult
+from parallelisms.float8_gather import NothingToGather
 from parallelisms.folded_mesh import FoldedMesh, Layout
 from parallelisms.parallelize import ParallelOptions
 
@@ -268,8 +269,15 @@ def start_processes(config: Config) -> torch.device:
 
 
 def build_engine(config: Config, args: BaseModelArgs, mesh: FoldedMesh, device: torch.device, eos_id: int) -> Engine:
-    """The engine of a configuration and of its model's arguments. Collective over the mesh."""
-    return Engine(config.model.name, args, mesh, device, _train_options(config, eos_id), _parallel_options(config))
+    """The engine of a configuration and of its model's arguments. Collective over the mesh.
+
+    Raises:
+        ConfigError: float8.all_gather has no weight to gather in this layout, which is known once the weights are cut.
+    """
+    try:
+        return Engine(config.model.name, args, mesh, device, _train_options(config, eos_id), _parallel_options(config))
+    except NothingToGather as error:
+        raise ConfigError(config.problem("float8.all_gather", str(error))) from error
 
 
 def layout_of(config: Config) -> Layout:

@@ -11,6 +11,10 @@ SERVABLE = ("tensorwise", "blockwise")
 """Recipes of linear layers and of experts whose scales are the same in both directions, so that one copy of a weight serves."""
 
 
+class NothingToGather(ValueError):
+    """No weight can be gathered in FP8; the message says why."""
+
+
 def gather_in_float8(model: nn.Module, plan: ShardingPlan, conversion: Conversion) -> Scales | None:
     """Has FSDP2 gather in FP8 the weights whose products all read the same elements, and notes it in ``conversion``.
 
@@ -21,7 +25,7 @@ def gather_in_float8(model: nn.Module, plan: ShardingPlan, conversion: Conversio
     Returns:
         Scales to update before weights are used that have changed; None where no weight has a scale of its own.
     Raises:
-        ValueError: there is no such weight.
+        NothingToGather: there is no such weight.
     """
     gathers: dict[str, list[TileGather | TensorGather]] = {}
     for name, recipe in conversion.converted.items():
@@ -30,9 +34,9 @@ def gather_in_float8(model: nn.Module, plan: ShardingPlan, conversion: Conversio
         if recipe in SERVABLE and all(_evenly_cut(weight, plan[f"{name}.{key}"]) for key, weight in weights.items()):
             gathers[name] = [_set_extensions(weight, module) for weight in weights.values()]
     if not gathers:
-        raise ValueError(
-            "float8.all_gather gathers nothing: no weight in a recipe that can be gathered is cut evenly over data ranks along "
-            "its first dimension (experts need to be at least as many as such ranks); set it to false"
+        raise NothingToGather(
+            "gathers nothing: no weight in a recipe that can be gathered is cut evenly over data ranks along its first dimension "
+            "(experts need to be at least as many as such ranks); set it to false"
         )
     for name in gathers:
         conversion.converted[name] += ", gathered in FP8"

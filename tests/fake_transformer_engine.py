@@ -27,8 +27,10 @@ def autocast(
 ) -> Iterator[None]:
     assert enabled and isinstance(recipe, Recipe)
     _active.append(recipe)
-    yield
-    _active.pop()
+    try:
+        yield
+    finally:
+        _active.pop()
 
 
 def _note(kind: str, sizes: Any) -> None:

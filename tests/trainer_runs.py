@@ -18,6 +18,7 @@ import torch.distributed as dist
 from layout_runs import biases, full, full_parameters
 from torch.distributed.checkpoint import FileSystemWriter
 
+from float8.hardware import KERNELS
 from moe_titan.checkpoint import CheckpointError, Found, SaveError
 from moe_titan.data import MicroBatch
 from moe_titan.inputs import read_inputs
@@ -162,6 +163,12 @@ def main(arguments: list[str]) -> tuple[int, str, bool]:
     with contextlib.redirect_stderr(io.StringIO()) as error, patch("time.sleep") as sleep:
         code = train.main()
     return code, error.getvalue(), sleep.called
+
+
+def main_as_on_hopper(arguments: list[str]) -> tuple[int, str, bool]:
+    """The same where the configuration is told of kernels for FP8, as whose references the CPU computes."""
+    with patch("moe_titan.config.low_precision.runnable", lambda part, _: KERNELS[part]):
+        return main(arguments)
 
 
 def refused_load(arguments: list[str], path: Path, model_only: bool) -> tuple[str, dict[str, Any], dict[str, Any]]:

@@ -105,6 +105,9 @@ def _check_transformer_engine(config: Config, recipes: dict[str, str]) -> Iterat
     for name in ("emulate", "all_gather", "dispatch", "keep_weights", "expert_weight_grad_bf16"):
         if config.get(f"float8.{name}"):
             yield config.problem(f"float8.{name}", 'must be false with float8.backend = "te", which does not have it')
+    if config.moe.stash_factor is not None and "float8.expert_recipe" in recipes:
+        what = 'must be none: with float8.backend = "te" Transformer Engine keeps what its experts need'
+        yield config.problem("moe.stash_factor", what)
     yield from _check_tokens(config, TOKENS)
     device, capability = _device()
     choices = [recipe for recipe in TRANSFORMER_ENGINE if supports(recipe, capability)]

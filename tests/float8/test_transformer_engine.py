@@ -76,22 +76,27 @@ def test_linear_layers_keep_their_parameters(engine) -> None:
     assert [name for name, _ in model.named_parameters()] == before and [*model.state_dict()] == state
 
 
-@pytest.mark.parametrize("layout", [Layout(dp_shard=2, ep=2), Layout(tp=2)], ids=["experts_spread", "tensor_parallel"])
-def test_training(pool, layout) -> None:
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [(Layout(dp_shard=2, ep=2), "none"), (Layout(tp=2), "none"), (Layout(dp_shard=2), "full")],
+    ids=["experts_spread", "tensor_parallel", "recomputed"],
+)
+def test_training(pool, layout, recompute) -> None:
     """The stand-in computes in bf16, so that the run is that without it."""
     name, args = tiny.qwen3(num_shared_experts=1)
     model = name, replace(args, dim=64, head_dim=16, moe_inter_dim=32)
-    actual, expected = (pool.run(layout.world, _train, model, layout, on)[0] for on in (True, False))
+    actual, expected = (pool.run(layout.world, _train, model, layout, on, recompute)[0] for on in (True, False))
     assert np.allclose(actual["loss"], expected["loss"], rtol=1e-3)
     errors = [relative_error(grad, expected["grads"][0][name]) for name, grad in actual["grads"][0].items()]
     assert np.median(errors) < 1e-2
 
 
-def _train(model, layout, on: bool) -> dict:
+def _train(model, layout, on: bool, recompute: str) -> dict:
     fake_transformer_engine.install()
     options = replace(CLIPPED, float8=BOTH) if on else CLIPPED
     batch = partial(tiny.global_batch, seq=16)  # Transformer Engine multiplies multiples of 16 tokens
-    run = train(model, layout, options, samples=4, local_batch=2, make_batch=batch, param_dtype=torch.bfloat16)
+    sizes = {"samples": 4, "local_batch": 2, "make_batch": batch}
+    run = train(model, layout, options, **sizes, recompute=recompute, param_dtype=torch.bfloat16)
     assert {kind for kind, _, _ in fake_transformer_engine.calls} == ({"Linear", "GroupedLinear"} if on else set())
     fake_transformer_engine.calls.clear()
     return run

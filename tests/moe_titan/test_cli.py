@@ -95,6 +95,17 @@ def debug_run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     return folder, train_py("--config", "train_configs/debug.toml", *changes)
 
 
+def test_nothing_to_gather_in_fp8(pool, corpus, tmp_path) -> None:
+    """Three experts, of which two ranks cannot shard whole ones: known only once the model has been laid out."""
+    sizes = {"dim": 128, "head_dim": 16, "moe_inter_dim": 128, "moe_args.num_experts": 3}
+    settings = MODELS["qwen3"] | {f"model.overrides.{name}": size for name, size in sizes.items()}
+    settings |= {"training.mixed_precision_param": "bfloat16", "float8.expert_recipe": "blockwise", "float8.all_gather": True}
+    argv = arguments(corpus, tmp_path / "run", settings)
+    (code, error, _), _ = pool.run(2, trainer_runs.main_as_on_hopper, argv, group=False)
+    assert code == 2 and error.startswith("command line: float8.all_gather = true: gathers nothing: ")
+    assert "set it to false" in error
+
+
 def test_debug_run(debug_run) -> None:
     folder, result = debug_run
     assert result.returncode == 0, result.stderr

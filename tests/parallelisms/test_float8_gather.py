@@ -77,7 +77,7 @@ def test_same_bits(pool, options, layout, parallel) -> None:
 def test_nothing_to_gather(pool) -> None:
     """Experts of which each rank has its own."""
     options = Float8Options(expert_recipe="blockwise", all_gather=True)
-    with pytest.raises(WorkerError, match="float8.all_gather gathers nothing"):
+    with pytest.raises(WorkerError, match="NothingToGather: gathers nothing"):
         pool.run(2, _train, qwen3(128), Layout(dp_shard=2, ep=2), options, {})
 
 

@@ -95,6 +95,13 @@ def test_transformer_engine(gpu, monkeypatch) -> None:
     assert f"(compute capability 9.0) cannot multiply it; {which}" in problem
     for key in ("all_gather", "expert_weight_grad_bf16"):
         assert f'float8.{key} = true: must be false with float8.backend = "te"' in problem
+    for flag, refused in (("expert_recipe=blockwise", True), ("recipe=blockwise", False)):
+        argv = [*MOE, "--float8.backend=te", f"--float8.{flag}", "--moe.stash_factor=1.5", "--activation_checkpoint.mode=none"]
+        if refused:
+            with pytest.raises(ConfigError, match='moe.stash_factor = 1.5: must be none: with float8.backend = "te"'):
+                load_config(argv, 1)
+        else:
+            load_config(argv, 1)
     with pytest.raises(ConfigError, match='must be "bfloat16" with float8.recipe = "tensorwise"'):
         load_config([*MOE, "--float8.recipe=tensorwise", "--float8.backend=te", "--training.mixed_precision_param=float32"], 1)
     gpu("NVIDIA B200")
