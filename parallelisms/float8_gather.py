@@ -36,7 +36,7 @@ def gather_in_float8(model: nn.Module, plan: ShardingPlan, conversion: Conversio
     if not gathers:
         raise NothingToGather(
             "gathers nothing: no weight in a recipe that can be gathered is cut evenly over data ranks along its first dimension "
-            "(experts need to be at least as many as such ranks); set it to false"
+            "(the ranks that shard a set of experts must divide their number); set it to false"
         )
     for name in gathers:
         conversion.converted[name] += ", gathered in FP8"
