@@ -7,9 +7,11 @@ chosen before Triton is imported; the signals are real ones between processes ei
 import json
 import multiprocessing
 import os
+import queue
 import sys
 import time
 import traceback
+from itertools import chain
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -21,6 +23,8 @@ from kernels import dispatch, dispatch_kernels
 from kernels.peers import Exchange, PeerError, TransferShape
 
 CPU = torch.device("cpu")
+SECONDS = 600
+"""For a case's ranks, which poll and take the time from each other: 70 were seen where thirty processes shared two cores."""
 
 
 KERNEL_CASES = [
@@ -96,25 +100,32 @@ def run_alone(case: Case, rank: int, memories: list[Tensor], use_kernels: bool) 
     return [f"{case}, rank {rank}: no error"]
 
 
-def run_case(case: Case, work) -> list[str]:
-    """One process for each rank, forked so that shared memory has the same address in all of them."""
+def run_case(case: Case, work, seconds: float = SECONDS) -> list[str]:
+    """One process for each rank, forked so that shared memory has the same address in all of them. They end with this one."""
     context = multiprocessing.get_context("fork")
     memories = [torch.zeros(1 << 22, dtype=torch.uint8).share_memory_() for _ in range(case.world)]
     results = context.Queue()
 
     def child(rank: int) -> None:
         try:
-            results.put(work(case, rank, memories))
+            results.put((rank, work(case, rank, memories)))
         except BaseException:
-            results.put([f"{case}, rank {rank}: {traceback.format_exc()}"])
+            results.put((rank, [f"{case}, rank {rank}: {traceback.format_exc()}"]))
 
-    processes = [context.Process(target=child, args=(rank,)) for rank in range(case.world)]
+    processes = [context.Process(target=child, args=(rank,), daemon=True) for rank in range(case.world)]
     for process in processes:
         process.start()
-    wrong = [line for _ in processes for line in results.get(timeout=300)]
+    answers: dict[int, list[str]] = {}
+    deadline = time.monotonic() + seconds
+    try:
+        while len(answers) < case.world:
+            rank, lines = results.get(timeout=max(deadline - time.monotonic(), 0))
+            answers[rank] = lines
+    except queue.Empty:
+        return [f"{case}: only ranks {sorted(answers)} answered within {seconds} s", *chain(*answers.values())]
     for process in processes:
         process.join()
-    return wrong
+    return [*chain(*answers.values())]
 
 
 if __name__ == "__main__":
