@@ -143,6 +143,9 @@ def _check_dense(config: Config, args: Any, world_size: int) -> Iterator[str]:
         "moe.sequence_balance_loss_coeff": 0,
         "moe.batch_balance_loss_coeff": 0,
         "moe.rebalance_interval": 0,
+        "moe.capacity_factor": None,
+        "moe.stash_factor": None,
+        "moe.dispatch_domain": None,
         "debug.moe_force_load_balance": False,
     }
     for name, off in switches.items():

@@ -203,6 +203,15 @@ def swiglu_cases():
         for name, i in (("gate_up", 0), ("act", 4)):
             yield f"weighted_swiglu_fp8_backward {name} {case}", far(actual[i][filled], expected[i][filled], BF16_ROUNDING)
         yield f"weighted_swiglu_fp8_backward weights {case}", far(actual[3], expected[3], 1e-5)
+        # The same pre-activations among others, from some row on.
+        around = torch.randn(2, 2, F).bfloat16()
+        among = torch.cat((around, gate_up_R2F, around))
+        ways = {"kernel": (swiglu_fp8._launch_backward, actual), "op": (swiglu_fp8.weighted_swiglu_fp8_backward, expected)}
+        for way, (backward, wanted) in ways.items():
+            read = backward(grad_RF, among, weights_P, pair_R, count, blockwise, torch.tensor([2]))
+            wrong = same_products((read[1][filled], read[2][..., filled]), (wanted[1][filled], wanted[2][..., filled]))
+            wrong += sum(different(read[i][filled], wanted[i][filled]) for i in (0, 4)) + different(read[3], wanted[3])
+            yield f"weighted_swiglu_fp8_backward among others, {way} {case}", wrong
         elements, scale = actual[1:3]
         own = quantize.quantize_rows_reference(actual[0][filled].flatten(1), blockwise)
         yield f"weighted_swiglu_fp8_backward quantised {case}", same_products((elements[filled], scale[..., filled]), own)

@@ -194,6 +194,7 @@ COMMAND_LINES = [
         4,
         ["inter_dim = 1026; use one of 1, 2", "moe_inter_dim x num_shared_experts = 258"],
     ),
+    (LLAMA, "--moe.stash_factor 1.5", 1, ["moe.stash_factor = 1.5: must be none", "has no experts"]),
     (LLAMA, "--parallelism.expert_parallel_degree 2", 2, ["expert_parallel_degree = 2", "must be 1", "no experts"]),
     (QWEN_DENSE, "--parallelism.expert_tensor_parallel_degree 2", 2, ["must be 1", "qwen3 debugmodel has no experts"]),
     (QWEN_DENSE, "--moe.sequence_balance_loss_coeff 0.1", 1, ["sequence_balance_loss_coeff = 0.1", "no experts"]),
