@@ -25,9 +25,7 @@ from moe_titan.models import attention_masks, build_model
 from moe_titan.optimizer import ShardedAdamW
 from moe_titan.step_result import Numbers, StepResult
 from moe_titan.unread_steps import UnreadSteps
-from parallelisms.dispatch.alltoall import AllToAllDispatcher
 from parallelisms.dispatch.capacity import RowCapacity
-from parallelisms.dispatch.nvlink import NvlinkDispatcher
 from parallelisms.float8_gather import gather_in_float8
 from parallelisms.folded_mesh import FoldedMesh
 from parallelisms.parallelize import ParallelOptions, parallelize
@@ -231,15 +229,14 @@ class Engine:
 
     def _stash(self, moes: list[MoE]) -> RowStash | None:
         """One for all layers whose experts' rows have fixed room."""
-        factor, fixed = self.parallel.stash_factor, []
-        for moe in moes:
-            last = moe.dispatcher.inside if isinstance(moe.dispatcher, AllToAllDispatcher) else moe.dispatcher
-            if isinstance(last, NvlinkDispatcher):
-                fixed.append((moe.experts, last.even_rows(self.args.moe_args.top_k)))
-        if factor is None or not fixed:
+        if self.parallel.stash_factor is None:
             return None
-        stash = RowStash(factor * sum(rows for _, rows in fixed), self.capacity)
-        for experts, _ in fixed:
+        even = {moe.experts: moe.dispatcher.even_rows(self.args.moe_args.top_k) for moe in moes}
+        fixed = {experts: rows for experts, rows in even.items() if rows is not None}
+        if not fixed:
+            return None
+        stash = RowStash(self.parallel.stash_factor * sum(fixed.values()), self.capacity)
+        for experts in fixed:
             experts.stash = stash
         return stash
 

@@ -69,6 +69,9 @@ class AllGatherDispatcher:
         routed = RoutedTokens(x_GD, weights_GK.flatten(), pair_R, row_P.view_as(local_GK), offsets_e)
         return routed, routed
 
+    def even_rows(self, choices: int) -> None:
+        return None
+
     def combine(self, rows_RD: Tensor, handle: RoutedTokens) -> Tensor:
         # Each rank's share of a token's sum travels in fp32 and is rounded once, with the others'.
         wide = torch.promote_types(rows_RD.dtype, torch.float32)

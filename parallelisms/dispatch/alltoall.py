@@ -200,6 +200,9 @@ class AllToAllDispatcher:
         routed, inside = self.inside.dispatch(x_TD, routing, None, packed_TW)
         return routed, AllToAllHandle(trips, inside)
 
+    def even_rows(self, choices: int) -> int | None:
+        return self.inside.even_rows(choices)
+
     def combine(self, rows_RD: Tensor, handle: AllToAllHandle) -> Tensor:
         y_TD = self.inside.combine(rows_RD, handle.inside)
         for trip in reversed(handle.trips):

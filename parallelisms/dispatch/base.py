@@ -28,5 +28,9 @@ class Dispatcher(Protocol):
             packed_TW: the tokens packed, to travel in place of ``x_TD``; local, alltoall and nvlink take it.
         """
 
+    def even_rows(self, choices: int) -> int | None:
+        """Rows that this rank's experts get when loads are even, where they have fixed room for more; None where what comes makes
+        the room."""
+
     def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
         """Adds each token's expert outputs in fp32; returns y_TD in the rows' dtype, zero for tokens not routed."""

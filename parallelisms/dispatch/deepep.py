@@ -97,5 +97,8 @@ class DeepEPDispatcher:
         routed = RoutedTokens(tokens_ND, weights_NK.flatten(), pair_P[:num_rows], row_P.view_as(key_NK), offsets_e)
         return routed, DeepEPHandle(buffer, passed, routed.row_NK)
 
+    def even_rows(self, choices: int) -> None:
+        return None
+
     def combine(self, rows_RD: Tensor, handle: DeepEPHandle) -> Tensor:
         return _Combine.apply(rows_RD, handle)

@@ -92,5 +92,8 @@ class HybridEPDispatcher:
         offsets_e = rows_e.to(x_TD.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         return RoutedTokens(rows_RD, weights_R, row_R, row_R[:, None], offsets_e), HybridEPHandle(buffer, passed)
 
+    def even_rows(self, choices: int) -> None:
+        return None
+
     def combine(self, rows_RD: Tensor, handle: HybridEPHandle) -> Tensor:
         return _Combine.apply(rows_RD, handle)

@@ -18,5 +18,8 @@ class LocalDispatcher:
         routed = RoutedTokens(x_TD, routing.topk_weights_TK.flatten(), order.pair_P, row_TK, order.offsets_E, packed_TW)
         return routed, routed
 
+    def even_rows(self, choices: int) -> None:
+        return None
+
     def combine(self, rows_RD: Tensor, handle: RoutedTokens) -> Tensor:
         return unpermute(rows_RD, handle.row_NK)

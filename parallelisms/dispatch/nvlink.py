@@ -153,7 +153,6 @@ class NvlinkDispatcher:
         return routed, NvlinkHandle(routed, experts_TK)
 
     def even_rows(self, choices: int) -> int:
-        """Rows that this rank's experts get when loads are even."""
         return self.slots * choices // self.ep
 
     def combine(self, rows_RD: Tensor, handle: NvlinkHandle) -> Tensor:
