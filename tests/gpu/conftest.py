@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-collect_ignore_glob = {0: ["test_*.py"], 1: ["test_nvlink_gpu.py"]}.get(torch.cuda.device_count(), [])
+collect_ignore_glob = {0: ["test_*.py"], 1: ["test_nvlink*.py"]}.get(torch.cuda.device_count(), [])
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
     collect_ignore_glob.append("test_fp8_gpu.py")
 

@@ -4,14 +4,12 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable
-from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from gpu_ranks import WORLD, join_group, run_ranks
 from rows import place_rows
 from torch import Tensor
 
@@ -23,30 +21,8 @@ from parallelisms.dispatch import build_dispatcher
 from parallelisms.dispatch.base import Dispatcher
 from parallelisms.routing import PairOrder, Routing
 
-WORLD, D, K, E = 2, 256, 4, 16
+D, K, E = 256, 4, 16
 MIB = 2**20
-
-
-def join_group(rank: int, folder: str) -> None:
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    torch.cuda.set_device(rank)
-    store, timeout = f"file://{folder}/store", timedelta(seconds=60)
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=rank, world_size=WORLD, timeout=timeout)
-
-
-def run_ranks(function: Callable, folder: Path, seconds: float) -> list[int | None]:
-    """Exit codes of the ranks after at most so long; None for one that still ran."""
-    context = mp.get_context("spawn")
-    ranks = [context.Process(target=function, args=(rank, str(folder))) for rank in range(WORLD)]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + seconds
-    for process in ranks:
-        process.join(max(deadline - time.monotonic(), 0))
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    return codes
 
 
 def make_inputs(tokens: int, seed: int, hot: bool) -> list[Tensor]:
