@@ -7,6 +7,7 @@ line of JSON per measurement; rates are of all ranks together, times those of th
 """
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -42,6 +43,7 @@ def main() -> None:
     options, argv = parser.parse_known_args()
     trainer = Trainer(read_inputs([*argv, *SETTINGS], int(os.environ.get("WORLD_SIZE", "1"))))
     folder = Path(trainer.config.job.dump_folder, "checkpoint")
+    gc.disable()  # as the trainer does
     if options.modes:
         _steps(trainer)  # compiles
         plain_step = statistics.median(_steps(trainer))

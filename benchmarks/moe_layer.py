@@ -5,9 +5,9 @@ python benchmarks/moe_layer.py [--shapes qwen3,v3,...] [--peers torchtitan,...] 
 
 Every layer has the same weights and input: bf16 experts and tokens, random data, natural routing from a random gate
 (softmax, normalised over the K, no shared experts). Peers keep their gate in bf16, as they train it; ours is fp32. `--recipes`
-adds ours with experts in FP8, the quantisation of weights included; `rowwise+kept` keeps them quantised. Times are medians by
-CUDA events with a cold L2. FLOPs: 6 R D F forward and 12 R D F backward, R = T K. The table comes last; everything is also
-written to OUT/moe_layer.json.
+adds ours with experts in FP8, the quantisation of weights included; `rowwise+kept` keeps them quantised, and `+bf16-grad` leaves
+weight gradients in bf16. Times are medians by CUDA events with a cold L2. FLOPs: 6 R D F forward and 12 R D F backward, R = T K.
+The table comes last; everything is also written to OUT/moe_layer.json.
 """
 
 import argparse
@@ -42,7 +42,8 @@ from parallelisms.routing import RoutingTape
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHES = (10, 18)  # at most, forward and backward, in bf16
 RECIPES = ("rowwise", "blockwise")
-KEPT = "+kept"  # after a recipe: weights are quantised once
+KEPT, WIDE_GRAD = "+kept", "+bf16-grad"  # after a recipe: weights are quantised once, weight gradients not at all
+VARIANTS = [recipe + kept + grad for recipe in RECIPES for kept in ("", KEPT) for grad in ("", WIDE_GRAD)]
 ERRORS = {"bf16": 1e-2, "FP8": 0.1}  # at most; E4M3 rounds by 2.6 % in the mean, and a gradient is four roundings deep
 MIB = 2**20
 
@@ -283,7 +284,7 @@ def failures(entry: dict[str, Any]) -> list[str]:
         return [entry["error"]]
     checks, launches = entry["checks"], (len(entry["forward_kernels"]), len(entry["backward_kernels"]))
     formula = SHAPES[entry["shape"]].saved_bytes()
-    low_precision = entry["run"].removeprefix("ours, ").removesuffix(KEPT) in RECIPES
+    low_precision = entry["run"].removeprefix("ours, ") in VARIANTS
     most, limits = (ERRORS["FP8"], (math.inf, math.inf)) if low_precision else (ERRORS["bf16"], LAUNCHES)
     kept = {
         "two runs differ": checks["repeats_bitwise"],
@@ -307,10 +308,11 @@ def load(layer: MoE, x: Tensor) -> dict[str, float]:
 def run_ours(name: str, skew: str | None = None, recipe: str | None = None) -> dict[str, Any]:
     layer, x, grad = build(SHAPES[name])
     if recipe is not None:
-        layer.experts.products = expert_products(recipe.removesuffix(KEPT), Float8Options())
+        options = Float8Options(expert_weight_grad_bf16=WIDE_GRAD in recipe)
+        layer.experts.products = expert_products(recipe.split("+")[0], options)
     if skew is not None:
         SKEWS[skew](layer, x)
-    with layer.experts.products.keeping_weights() if recipe is not None and recipe.endswith(KEPT) else nullcontext():
+    with layer.experts.products.keeping_weights() if recipe is not None and KEPT in recipe else nullcontext():
         result = asdict(measure(layer, x, grad, SHAPES[name]))
         return result | {"load": load(layer, x), "checks": check(layer, x, grad)}
 
@@ -400,9 +402,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help=f"drawn from {', '.join(SHAPES)}")
     parser.add_argument("--peers", default=",".join(PEERS), help=f"drawn from {', '.join(PEERS)}; empty for none")
-    parser.add_argument(
-        "--recipes", default="", help=f"ours with FP8 experts, too: drawn from {', '.join(RECIPES)}, {KEPT} after it"
-    )
+    parser.add_argument("--recipes", default="", help=f"ours with FP8 experts, too: drawn from {', '.join(VARIANTS)}")
     parser.add_argument("--skew", action="store_true", help="ours under skewed loads, too")
     parser.add_argument("--verbose", action="store_true", help="list every kernel and its time")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs/benchmarks/moe_layer", help="folder for the results")
@@ -411,7 +411,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     options.shapes = options.shapes.split(",")
     options.peers = [peer for peer in options.peers.split(",") if peer]
     options.recipes = [recipe for recipe in options.recipes.split(",") if recipe]
-    known_of = {"shapes": SHAPES, "peers": PEERS, "recipes": [recipe + kept for recipe in RECIPES for kept in ("", KEPT)]}
+    known_of = {"shapes": SHAPES, "peers": PEERS, "recipes": VARIANTS}
     for key, known in known_of.items():
         chosen = getattr(options, key)
         if unknown := set(chosen) - set(known):
