@@ -77,8 +77,8 @@ def our_flags(run: str, options: argparse.Namespace) -> list[str]:
         "parallelism.expert_parallel_degree": degrees.get("ep", options.gpus // degrees.get("etp", 1)),
         "debug.moe_force_load_balance": str(options.routing == "forced").lower(),
     }
-    if tp := degrees.get("tp"):  # fewer data ranks, each with more sequences
-        flags |= {"parallelism.tensor_parallel_degree": tp, "training.local_batch_size": 4 * tp}
+    tp = degrees.get("tp", 1)
+    flags |= {"parallelism.tensor_parallel_degree": tp, "training.local_batch_size": options.batch * tp}
     if etp := degrees.get("etp"):
         flags["parallelism.expert_tensor_parallel_degree"] = etp
     if dpr := degrees.get("dpr"):
@@ -239,6 +239,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--layers", type=int, help="instead of 12, and of 4 on one GPU")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of 4096 tokens per GPU and step")
     parser.add_argument("--routing", choices=("natural", "forced"), default="natural")
     parser.add_argument("--runs", default="ours,torchtitan", help="by commas, one after the other; see above")
     parser.add_argument("--steps", type=int, default=50)
