@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "triton", "torchtitan", "torchao", "datasets", "transformers")
+_PACKAGES = ("torch", "triton", "torchtitan", "torchao", "datasets", "transformers", "liger-kernel")
 
 
 def commit() -> str:
