@@ -5,19 +5,20 @@ multiplies; scales of 128 numbers each take kernels of our own, which add up the
 """
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.grouped_mm import Tile, _programs
 from kernels.grouped_mm_fp8_kernels import (
     _grouped_mm_blockwise_kernel,
     _weight_grad_blockwise_kernel,
 )
-from kernels.quantize import BLOCK
+from kernels.quantize import BLOCK, E4M3
 
 _BLOCKWISE_TILE = Tile(128, 256, 128, 8, 4)
-_WEIGHT_GRAD_TILE = Tile(256, 128, 128, 8, 4)
+_WEIGHT_GRAD_TILE = Tile(128, 256, 128, 8, 4)
+_GLUON = {E4M3: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
 def grouped_mm_fp8_reference(
@@ -53,18 +54,25 @@ def grouped_mm_fp8_weight_grad_reference(
     return out_ENK
 
 
+def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, [*block], gl.NVMMASharedLayout.get_default_for([*block], _GLUON[x.dtype]))
+
+
+def _options(tile: Tile) -> dict[str, int]:
+    """How the kernels run: with one or two consumers beside the warps that load, and an even share of the registers."""
+    consumers = tile.n // BLOCK
+    threads = 128 * (consumers + 1) * tile.programs
+    return {"CONSUMERS": consumers, "STAGES": tile.stages, "num_warps": 4, "maxnreg": 65536 // threads // 8 * 8}
+
+
 def _launch_grouped_mm(
     a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, tile: Tile, programs: int
 ) -> Tensor:
     (R, K), (E, N, _) = a_RK.shape, b_ENK.shape
     out_RN = a_RK.new_empty(R, N, dtype=torch.bfloat16)
     _grouped_mm_blockwise_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a_RK, [tile.m, tile.k]),
-        TensorDescriptor.from_tensor(b_ENK, [1, tile.k, tile.k]),
-        TensorDescriptor.from_tensor(out_RN, [tile.m, min(tile.n, 64)]),
-        a_scale, b_scale, out_RN, offsets_E, E, K, N, R,
-        E_P=triton.next_power_of_2(E), BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
-        num_warps=tile.warps, num_stages=tile.stages,
+        _descriptor(a_RK, BLOCK, BLOCK), _descriptor(b_ENK.flatten(0, 1), BLOCK, BLOCK), _descriptor(out_RN, 64, 64),
+        a_scale, b_scale, out_RN, offsets_E, E, K, N, R, **_options(tile),
     )  # fmt: skip
     return out_RN
 
@@ -73,7 +81,8 @@ def _launch_grouped_mm(
 def tiled_grouped_mm_fp8(
     a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, tile: list[int]
 ) -> Tensor:
-    """:func:`grouped_mm_fp8`, blockwise, as a Triton kernel with the given tile, of a depth of 128."""
+    """:func:`grouped_mm_fp8`, blockwise, as a Gluon kernel with a tile of 128 rows, one or two times 128 columns (4 warps each)
+    and a depth of 128."""
     operands = a_RK, a_scale, b_ENK, b_scale, offsets_E
     if not a_RK.is_cuda:
         return grouped_mm_fp8_reference(*operands, True)
@@ -91,12 +100,9 @@ def _launch_weight_grad(
     N, K, E = len(grad_NW), len(a_KW), len(ends_E)
     out_ENK = a_KW.new_empty(E, N, K, dtype=torch.bfloat16)
     _weight_grad_blockwise_kernel[(programs,)](
-        TensorDescriptor.from_tensor(grad_NW, [min(tile.m, 128), tile.k]),
-        TensorDescriptor.from_tensor(a_KW, [tile.n, tile.k]),
-        TensorDescriptor.from_tensor(out_ENK, [1, min(tile.m, 128), tile.n // 2]),
-        grad_scale, a_scale, ends_E, E, N, K,
-        BLOCK_N=tile.m, BLOCK_K=tile.n, BLOCK_R=tile.k,
-        num_warps=tile.warps, num_stages=tile.stages,
+        _descriptor(grad_NW, BLOCK, BLOCK), _descriptor(a_KW, BLOCK, BLOCK),
+        _descriptor(grad_scale, 1, BLOCK), _descriptor(a_scale, 1, BLOCK),
+        _descriptor(out_ENK.flatten(0, 1), 64, 64), ends_E, E, N, K, **_options(tile),
     )  # fmt: skip
     return out_ENK
 
@@ -105,7 +111,7 @@ def _launch_weight_grad(
 def tiled_grouped_mm_fp8_weight_grad(
     grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, tile: list[int]
 ) -> Tensor:
-    """:func:`grouped_mm_fp8_weight_grad`, blockwise, as a Triton kernel with the given tile, of a depth of 128."""
+    """:func:`grouped_mm_fp8_weight_grad`, blockwise, as a Gluon kernel with a tile as of :func:`tiled_grouped_mm_fp8`."""
     operands = grad_NW, grad_scale, a_KW, a_scale, ends_E
     if not a_KW.is_cuda:
         return grouped_mm_fp8_weight_grad_reference(*operands, True)
@@ -146,7 +152,8 @@ def grouped_mm_fp8_weight_grad(
     """``out[e] = grad[:, columns of e] @ a[:, columns of e]^T``, [E, N, K] bf16.
 
     Args:
-        grad_NW: [N, W] E4M3 with scales [E, N], blockwise [W / 128, N], as of :func:`kernels.quantize.quantize_columns`.
+        grad_NW: [N, W] E4M3 with scales [E, N], blockwise [W / 128, N], as of :func:`kernels.quantize.quantize_columns`;
+            blockwise N and K are multiples of 128.
         a_KW: [K, W], the same of the other operand.
         ends_E: [E] int32, the end of each group in W.
     """

@@ -1,99 +1,288 @@
-"""The Triton kernels of :mod:`kernels.grouped_mm_fp8`.
+"""The kernels of :mod:`kernels.grouped_mm_fp8`, in Gluon, for Hopper.
 
-Tiles are a loop and the steps of each another one within it. One loop for both, as in the kernels for bf16, would load a tile
-while the one before is stored, but keeps what the store needs beside the sums and the products that are being scaled: 364 bytes
-a thread then go through local memory in every step (ptxas for sm_90a), and none this way.
+A program is one warp that has blocks of both operands copied into a ring of stages in shared memory, and one or two consumers,
+four warps each, that multiply. The consumers share 128 rows of the left operand; each has 128 columns of its own. Nothing but
+the barriers of a stage ties them together: while one consumer scales a product and adds it up, the tensor cores are the other's.
+A barrier completes a phase when a stage is full or empty, and the phases' parities are counted alike on both sides.
+
+A consumer multiplies 64 rows at a time, because two such sums and one product fill its registers.
 """
 
-import triton
-import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from kernels.grouped_mm_kernels import _halves, _place_of_tile, _row_tiles, _store_rows
+BLOCK = gl.constexpr(128)
+HALF = gl.constexpr(64)
+# Of a product in the registers of a consumer.
+PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
+SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+# Of results on the way from shared memory, 16 bytes a thread.
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
-@triton.jit
-def _store_columns(out_desc, out_ptr, total_MN, row, end, n, N):
-    """Stores a tile 64 columns at a time, which leaves most of shared memory to the loads."""
-    if total_MN.shape[1] > 64:
-        left_MN, right_MN = _halves(total_MN)
-        _store_columns(out_desc, out_ptr, left_MN, row, end, n, N)
-        _store_columns(out_desc, out_ptr, right_MN, row, end, n + total_MN.shape[1] // 2, N)
-    else:
-        _store_rows(out_desc, out_ptr, total_MN.to(out_ptr.dtype.element_ty), row, end, n, N)
+@gluon.jit
+def _ring(a_desc, b_desc, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, LOADS: gl.constexpr):
+    """Stages, with a barrier for LOADS arrivals that says that it is full and one of the consumers that says that it is empty."""
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK, BLOCK], a_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES * CONSUMERS, BLOCK, BLOCK], b_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), LOADS)
+        mbarrier.init(empty.index(stage), CONSUMERS)
+    return a_ring, b_ring, full, empty
 
 
-@triton.jit(do_not_specialize=["R"])
+@gluon.jit
+def _next(stage, phase, STAGES: gl.constexpr):
+    wraps = stage == STAGES - 1
+    return gl.where(wraps, 0, stage + 1), phase ^ wraps.to(gl.int32)
+
+
+@gluon.jit
+def _multiply(a, b, product_MN):
+    """a @ b^T into the registers of a product that is no longer needed: ptxas would take others, of which there are none."""
+    product_MN = warpgroup_mma(a, b.permute((1, 0)), product_MN, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=[product_MN])
+
+
+@gluon.jit
+def _halves(x_MN):
+    """The left and the right half of the columns."""
+    return gl.split(gl.permute(gl.reshape(x_MN, (x_MN.shape[0], 2, x_MN.shape[1] // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def _send(out_desc, place, x_MN, row, n, PENDING: gl.constexpr):
+    """Stores through a place in shared memory which all but the last PENDING stores have left."""
+    tma.store_wait(PENDING)
+    place.store(x_MN)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [row, n], place)
+
+
+@gluon.jit
+def _store_rows(out, consumer, total_MN, row, end, n, N, PLACES: gl.constexpr):
+    """Whole halves go out asynchronously, through PLACES (1 or 2) of a consumer in turn; a group's last is cut off at its end."""
+    room, out_desc, out_ptr = out
+    left_MN, right_MN = _halves(total_MN.to(out_desc.dtype))
+    for i in gl.static_range(2):
+        x_MN = left_MN if i == 0 else right_MN
+        place, at = room.index(consumer * PLACES + i % PLACES), n + i * HALF
+        if row + HALF <= end:
+            _send(out_desc, place, x_MN, row, at, PLACES - 1)
+        else:
+            tma.store_wait(0)
+            place.store(x_MN)
+            row_M = row + gl.arange(0, HALF, gl.SliceLayout(1, ROWS))
+            n_N = at + gl.arange(0, HALF, gl.SliceLayout(0, ROWS))
+            to_MN = out_ptr + row_M.to(gl.int64)[:, None] * N + n_N[None, :]
+            gl.store(to_MN, place.load(ROWS), mask=(row_M < end)[:, None] & (n_N < N)[None, :])
+
+
+@gluon.jit
+def _load_rows(
+    ring, scales, operands, a_scale_ptr, b_scale_ptr, offsets_ptr, E, K, N, R, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
+):
+    a_ring, b_ring, full, empty = ring
+    a_scales, b_scales = scales
+    a_desc, b_desc = operands
+    BYTES: gl.constexpr = a_desc.block_type.nbytes + CONSUMERS * b_desc.block_type.nbytes
+    tiles_N = gl.cdiv(N, CONSUMERS * BLOCK)
+    stage, phase, begin, tile = 0, 0, 0, gl.program_id(0)
+    for e in range(E):
+        end = gl.load(offsets_ptr + e)
+        tiles = gl.cdiv(end - begin, BLOCK) * tiles_N
+        while tile < tiles:
+            row = begin + tile // tiles_N * BLOCK
+            n = tile % tiles_N * (CONSUMERS * BLOCK)
+            # Whatever is read outside of the group or the matrix is not stored.
+            a_scale_at = a_scale_ptr + gl.minimum(row + gl.arange(0, BLOCK, ONE_WARP), R - 1)
+            for k in range(0, K, BLOCK):
+                a_scale_M = gl.load(a_scale_at)
+                a_scale_at += R
+                b_scale_at = b_scale_ptr + e * (N // BLOCK) * (K // BLOCK) + k // BLOCK + gl.arange(0, 1, ONE_WARP)
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                bar = full.index(stage)
+                mbarrier.expect(bar, BYTES)
+                tma.async_copy_global_to_shared(a_desc, [row, k], bar, a_ring.index(stage))
+                for i in gl.static_range(CONSUMERS):
+                    b = b_ring.index(stage * CONSUMERS + i)
+                    tma.async_copy_global_to_shared(b_desc, [e * N + n + i * BLOCK, k], bar, b)
+                for i in gl.static_range(CONSUMERS):
+                    block = gl.minimum(n // BLOCK + i, N // BLOCK - 1)
+                    b_scales.index(stage * CONSUMERS + i).store(gl.load(b_scale_at + block * (K // BLOCK)))
+                a_scales.index(stage).store(a_scale_M)
+                mbarrier.arrive(bar)
+                stage, phase = _next(stage, phase, STAGES)
+            tile += gl.num_programs(0)
+        tile -= tiles
+        begin = end
+
+
+@gluon.jit
+def _multiply_rows(ring, scales, out, offsets_ptr, E, K, N, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+    a_ring, b_ring, full, empty = ring
+    a_scales, b_scales = scales
+    tiles_N = gl.cdiv(N, CONSUMERS * BLOCK)
+    stage, phase, begin, tile = 0, 0, 0, gl.program_id(0)
+    for e in range(E):
+        end = gl.load(offsets_ptr + e)
+        tiles = gl.cdiv(end - begin, BLOCK) * tiles_N
+        while tile < tiles:
+            row = begin + tile // tiles_N * BLOCK
+            n = (tile % tiles_N * CONSUMERS + consumer) * BLOCK
+            upper_MN = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
+            lower_MN = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
+            product_MN = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
+            for _ in range(K // BLOCK):
+                mbarrier.wait(full.index(stage), phase)
+                at = stage * CONSUMERS + consumer
+                a, b, a_scale = a_ring.index(stage), b_ring.index(at), a_scales.index(stage)
+                b_scale = b_scales.index(at).load(gl.SliceLayout(1, PRODUCT))
+                upper_scale_M = a_scale.slice(0, HALF).load(gl.SliceLayout(1, PRODUCT)) * b_scale
+                lower_scale_M = a_scale.slice(HALF, HALF).load(gl.SliceLayout(1, PRODUCT)) * b_scale
+                product_MN = _multiply(a.slice(0, HALF), b, product_MN)
+                upper_MN += product_MN * upper_scale_M[:, None]
+                product_MN = _multiply(a.slice(HALF, HALF), b, product_MN)
+                mbarrier.arrive(empty.index(stage))
+                lower_MN += product_MN * lower_scale_M[:, None]
+                stage, phase = _next(stage, phase, STAGES)
+            _store_rows(out, consumer, upper_MN, row, end, n, N, CONSUMERS)
+            _store_rows(out, consumer, lower_MN, row + HALF, end, n, N, CONSUMERS)
+            tile += gl.num_programs(0)
+        tile -= tiles
+        begin = end
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["R"])
 def _grouped_mm_blockwise_kernel(
     a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, out_ptr, offsets_ptr, E, K, N, R,
-    E_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """out[r] = a[r] @ b[e]^T for the rows r of group e; BLOCK_K numbers of a row of a, and BLOCK_K x BLOCK_K of b, have a scale.
+    """out[r] = a[r] @ b[e]^T for the rows r of group e; 128 numbers of a row of a, and 128 x 128 of b, have a scale.
 
-    The product of a step is scaled, then added up in fp32. With a tile of two blocks of columns each has its own accumulator:
-    both products of a step would not fit the registers beside them, and one is added up while the tensor cores do the other.
+    Tiles of all groups are numbered, columns first; a program takes every tile that lies a whole grid after its last one.
     """
-    last_E, first_row_E, tiles_M = _row_tiles(offsets_ptr, E, E_P, BLOCK_M)
-    tiles_N, steps = tl.cdiv(N, BLOCK_N), K // BLOCK_K
-    for tile in range(tl.program_id(0), tiles_M * tiles_N, tl.num_programs(0)):
-        n = tile % tiles_N * BLOCK_N
-        e, row, end = _place_of_tile(tile // tiles_N, last_E, first_row_E, offsets_ptr, BLOCK_M)
-        row_M = row + tl.arange(0, BLOCK_M)
-        left_MN = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-        right_MN = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-        for step in range(0, steps):
-            a_MK = a_desc.load([row, step * BLOCK_K])
-            a_scale_M = tl.load(a_scale_ptr + step * R.to(tl.int64) + row_M, mask=row_M < end, other=0.0)
-            b_at = b_scale_ptr + (e * (N // BLOCK_K) + n // BLOCK_K) * steps + step
-            left_NK = b_desc.load([e, n, step * BLOCK_K]).reshape(BLOCK_K, BLOCK_K)
-            left_MN += tl.dot(a_MK, tl.trans(left_NK)) * (a_scale_M * tl.load(b_at))[:, None]
-            if BLOCK_N > BLOCK_K:
-                right_NK = b_desc.load([e, n + BLOCK_K, step * BLOCK_K]).reshape(BLOCK_K, BLOCK_K)
-                right_scale = tl.load(b_at + steps, mask=n + BLOCK_K < N, other=0.0)
-                right_MN += tl.dot(a_MK, tl.trans(right_NK)) * (a_scale_M * right_scale)[:, None]
-        _store_columns(out_desc, out_ptr, left_MN, row, end, n, N)
-        if BLOCK_N > BLOCK_K:
-            _store_columns(out_desc, out_ptr, right_MN, row, end, n + BLOCK_K, N)
+    ring = _ring(a_desc, b_desc, CONSUMERS, STAGES, 2)
+    a_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], SCALES)
+    b_scales = gl.allocate_shared_memory(gl.float32, [STAGES * CONSUMERS, 1], SCALES)
+    scales = (a_scales, b_scales)
+    room = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS * CONSUMERS, HALF, HALF], out_desc.layout)
+    operands, out = (a_desc, b_desc), (room, out_desc, out_ptr)
+    # fmt: off
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_multiply_rows, (ring, scales, out, offsets_ptr, E, K, N, 0, CONSUMERS, STAGES)),
+            (_multiply_rows, (ring, scales, out, offsets_ptr, E, K, N, 1, CONSUMERS, STAGES)),
+            (_load_rows, (ring, scales, operands, a_scale_ptr, b_scale_ptr, offsets_ptr, E, K, N, R, CONSUMERS, STAGES)),
+        ], [4, 1], [232, 40])
+    else:
+        gl.warp_specialize([
+            (_multiply_rows, (ring, scales, out, offsets_ptr, E, K, N, 0, CONSUMERS, STAGES)),
+            (_load_rows, (ring, scales, operands, a_scale_ptr, b_scale_ptr, offsets_ptr, E, K, N, R, CONSUMERS, STAGES)),
+        ], [1], [32])
+    # fmt: on
 
 
-@triton.jit
-def _store_expert(out_desc, total_NK, e, n, k):
-    dtype: tl.constexpr = out_desc.dtype
-    HALF: tl.constexpr = total_NK.shape[1] // 2
-    left_NK, right_NK = _halves(total_NK)
-    out_desc.store([e, n, k], left_NK.to(dtype).reshape(1, total_NK.shape[0], HALF))
-    out_desc.store([e, n, k + HALF], right_NK.to(dtype).reshape(1, total_NK.shape[0], HALF))
+@gluon.jit
+def _load_columns(ring, scales, operands, ends_ptr, E, N, K, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+    grad_ring, a_ring, full, empty = ring
+    grad_scales, a_scales = scales
+    grad_desc, a_desc, grad_scale_desc, a_scale_desc = operands
+    GRAD: gl.constexpr = grad_desc.block_type.nbytes + grad_scale_desc.block_type.nbytes
+    BYTES: gl.constexpr = GRAD + CONSUMERS * (a_desc.block_type.nbytes + a_scale_desc.block_type.nbytes)
+    tiles_K = gl.cdiv(K, CONSUMERS * BLOCK)
+    tiles = N // BLOCK * tiles_K
+    stage, phase = 0, 0
+    for tile in range(gl.program_id(0), E * tiles, gl.num_programs(0)):
+        e, n, k = tile // tiles, tile % tiles // tiles_K * BLOCK, tile % tiles_K * (CONSUMERS * BLOCK)
+        first = gl.load(ends_ptr + e - 1, mask=e > 0, other=0) // BLOCK
+        for block in range(first, gl.load(ends_ptr + e) // BLOCK):
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, BYTES)
+            tma.async_copy_global_to_shared(grad_desc, [n, block * BLOCK], bar, grad_ring.index(stage))
+            tma.async_copy_global_to_shared(grad_scale_desc, [block, n], bar, grad_scales.index(stage))
+            for i in gl.static_range(CONSUMERS):
+                at = stage * CONSUMERS + i
+                tma.async_copy_global_to_shared(a_desc, [k + i * BLOCK, block * BLOCK], bar, a_ring.index(at))
+                tma.async_copy_global_to_shared(a_scale_desc, [block, k + i * BLOCK], bar, a_scales.index(at))
+            stage, phase = _next(stage, phase, STAGES)
 
 
-@triton.jit
+@gluon.jit
+def _store_columns(out_desc, place, total_NK, row, k):
+    left_NK, right_NK = _halves(total_NK.to(out_desc.dtype))
+    _send(out_desc, place, left_NK, row, k, 0)
+    _send(out_desc, place, right_NK, row, k + HALF, 0)
+
+
+@gluon.jit
+def _multiply_columns(ring, scales, room, out_desc, ends_ptr, E, N, K, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+    grad_ring, a_ring, full, empty = ring
+    grad_scales, a_scales = scales
+    place = room.index(consumer)
+    tiles_K = gl.cdiv(K, CONSUMERS * BLOCK)
+    tiles = N // BLOCK * tiles_K
+    stage, phase = 0, 0
+    for tile in range(gl.program_id(0), E * tiles, gl.num_programs(0)):
+        e, n, k = tile // tiles, tile % tiles // tiles_K * BLOCK, (tile % tiles_K * CONSUMERS + consumer) * BLOCK
+        upper_NK = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
+        lower_NK = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
+        product_NK = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
+        first = gl.load(ends_ptr + e - 1, mask=e > 0, other=0) // BLOCK
+        for _ in range(first, gl.load(ends_ptr + e) // BLOCK):
+            mbarrier.wait(full.index(stage), phase)
+            at = stage * CONSUMERS + consumer
+            grad, a, a_scale = grad_ring.index(stage), a_ring.index(at), a_scales.index(at)
+            grad_scale = grad_scales.index(stage).permute((1, 0))
+            upper_scale, lower_scale = grad_scale.slice(0, HALF).load(PRODUCT), grad_scale.slice(HALF, HALF).load(PRODUCT)
+            # Scales of a are read where they are used: a thread has 32 of them.
+            product_NK = _multiply(grad.slice(0, HALF), a, product_NK)
+            upper_NK += product_NK * upper_scale * a_scale.load(PRODUCT)
+            product_NK = _multiply(grad.slice(HALF, HALF), a, product_NK)
+            lower_NK += product_NK * lower_scale * a_scale.load(PRODUCT)
+            mbarrier.arrive(empty.index(stage))
+            stage, phase = _next(stage, phase, STAGES)
+        _store_columns(out_desc, place, upper_NK, e * N + n, k)
+        _store_columns(out_desc, place, lower_NK, e * N + n + HALF, k)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def _weight_grad_blockwise_kernel(
-    grad_desc, a_desc, out_desc, grad_scale_ptr, a_scale_ptr, ends_ptr, E, N, K,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    grad_desc, a_desc, grad_scale_desc, a_scale_desc, out_desc, ends_ptr, E, N, K,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """out[e] = grad[:, columns of e] @ a[:, columns of e]^T, [N, K]; BLOCK_R numbers of a row of either have a scale.
+    """out[e] = grad[:, columns of e] @ a[:, columns of e]^T, [N, K]; 128 numbers of a row of either have a scale.
 
-    Groups end at multiples of BLOCK_R and are not empty. A tile of more than 128 rows is two, as above, which share the scales of
-    a, of which a thread keeps many.
+    Groups end at multiples of 128 and are not empty.
     """
-    HALF: tl.constexpr = BLOCK_N if BLOCK_N < 128 else 128
-    tiles_K = tl.cdiv(K, BLOCK_K)
-    tiles = tl.cdiv(N, BLOCK_N) * tiles_K
-    for tile in range(tl.program_id(0), E * tiles, tl.num_programs(0)):
-        e, n, k = tile // tiles, tile % tiles // tiles_K * BLOCK_N, tile % tiles_K * BLOCK_K
-        first = tl.load(ends_ptr + e - 1, mask=e > 0, other=0) // BLOCK_R
-        n_N, k_K = n + tl.arange(0, HALF), k + tl.arange(0, BLOCK_K)
-        upper_NK = tl.zeros([HALF, BLOCK_K], tl.float32)
-        lower_NK = tl.zeros([HALF, BLOCK_K], tl.float32)
-        for block in range(first, tl.load(ends_ptr + e) // BLOCK_R):
-            a_RK = tl.trans(a_desc.load([k, block * BLOCK_R]))
-            upper_NR = grad_desc.load([n, block * BLOCK_R])
-            grad_at_N = grad_scale_ptr + block * N.to(tl.int64) + n_N
-            a_scale_K = tl.load(a_scale_ptr + block * K.to(tl.int64) + k_K, mask=k_K < K, other=0.0)
-            upper_scale_N = tl.load(grad_at_N, mask=n_N < N, other=0.0)
-            upper_NK += tl.dot(upper_NR, a_RK) * upper_scale_N[:, None] * a_scale_K[None, :]
-            if BLOCK_N > HALF:
-                lower_NR = grad_desc.load([n + HALF, block * BLOCK_R])
-                lower_scale_N = tl.load(grad_at_N + HALF, mask=n_N + HALF < N, other=0.0)
-                lower_NK += tl.dot(lower_NR, a_RK) * lower_scale_N[:, None] * a_scale_K[None, :]
-        _store_expert(out_desc, upper_NK, e, n, k)
-        if BLOCK_N > HALF:
-            _store_expert(out_desc, lower_NK, e, n + HALF, k)
+    ring = _ring(grad_desc, a_desc, CONSUMERS, STAGES, 1)
+    grad_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], grad_scale_desc.layout)
+    a_scales = gl.allocate_shared_memory(gl.float32, [STAGES * CONSUMERS, 1, BLOCK], a_scale_desc.layout)
+    scales, operands = (grad_scales, a_scales), (grad_desc, a_desc, grad_scale_desc, a_scale_desc)
+    room = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, HALF, HALF], out_desc.layout)
+    # fmt: off
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_multiply_columns, (ring, scales, room, out_desc, ends_ptr, E, N, K, 0, CONSUMERS, STAGES)),
+            (_multiply_columns, (ring, scales, room, out_desc, ends_ptr, E, N, K, 1, CONSUMERS, STAGES)),
+            (_load_columns, (ring, scales, operands, ends_ptr, E, N, K, CONSUMERS, STAGES)),
+        ], [4, 1], [232, 40])
+    else:
+        gl.warp_specialize([
+            (_multiply_columns, (ring, scales, room, out_desc, ends_ptr, E, N, K, 0, CONSUMERS, STAGES)),
+            (_load_columns, (ring, scales, operands, ends_ptr, E, N, K, CONSUMERS, STAGES)),
+        ], [1], [32])
+    # fmt: on

@@ -132,6 +132,31 @@ def test_products(poisoned, recipe, N, K) -> None:
     assert relative_error(actual, expected) < PRODUCT and not actual[1].any()
 
 
+def worst_row(actual: Tensor, expected: Tensor) -> float:
+    """Largest relative error of a row; rows of zeros are to be equal."""
+    assert actual.shape == expected.shape
+    error, size = (x.double().norm(dim=-1) for x in (actual.double() - expected, expected))
+    return error.where(size == 0, error / size).max().item()
+
+
+@pytest.mark.parametrize("tile", [[128, 256, 128, 8, 4, 1], [128, 128, 128, 4, 3, 2]])
+@pytest.mark.parametrize(("N", "K"), [(128, 384), (640, 128), (384, 2048)])
+@pytest.mark.parametrize("groups", [[0, 1, 7, 0, 127, 129, 1000, 0], [1], [64] * 300, [0, 0]])
+def test_blockwise_tiles(poisoned, tile, N, K, groups) -> None:
+    """Whole and cut tiles of rows and columns, and more and fewer tiles than programs; rows past the last group are NaN."""
+    R, ends = sum(groups), ends_of(groups)
+    x_RK, grad_RN, w_ENK = randn(R + 5, K), randn(R + 5, N), randn(len(groups), N, K)
+    x_RK *= 10.0 ** torch.randint(-3, 3, (R + 5, 1), device="cuda")
+    x_RK[R:], grad_RN[R:] = torch.nan, torch.nan
+    rows = quantize.quantize_rows(x_RK, torch.tensor([R + 5], device="cuda"), True)
+    operands = *rows, *quantize.quantize_weights(w_ENK, True, False), ends
+    actual = poisoned(grouped_mm_fp8.tiled_grouped_mm_fp8, *operands, tile)[:R]
+    assert not R or worst_row(actual, grouped_mm_fp8.grouped_mm_fp8_reference(*operands, True)[:R]) < 2e-3
+    operands = *quantize.quantize_columns(grad_RN, ends, True)[:2], *quantize.quantize_columns(x_RK, ends, True)
+    actual = poisoned(grouped_mm_fp8.tiled_grouped_mm_fp8_weight_grad, *operands, tile)
+    assert worst_row(actual, grouped_mm_fp8.grouped_mm_fp8_weight_grad_reference(*operands, True)) < 2e-3
+
+
 @RECIPE
 @pytest.mark.parametrize("wide_grad", [False, True])
 def test_experts_equal_emulated_ones(poisoned, recipe, wide_grad) -> None:

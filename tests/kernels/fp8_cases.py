@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from kernels import grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8
-from kernels.grouped_mm import Tile
+from kernels import packed_tokens, quantize, swiglu_fp8
 
 TYPES = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
 
@@ -34,13 +33,7 @@ def _convert(data, source, target, rounding=None):
     return converted.view(bits).numpy().reshape(data.shape)
 
 
-def _dot(self, a, b, d, *options):
-    product = _tensor(a.data, a.dtype.scalar).float() @ _tensor(b.data, b.dtype.scalar).float()
-    return interpreter.TensorHandle(product.numpy() + d.data, d.dtype.scalar)
-
-
 interpreter._convert_float = _convert
-interpreter.InterpreterBuilder.create_dot = _dot
 
 
 def different(actual: Tensor, expected: Tensor) -> float:
@@ -217,56 +210,7 @@ def swiglu_cases():
         yield f"weighted_swiglu_fp8_backward quantised {case}", same_products((elements[filled], scale[..., filled]), own)
 
 
-GROUPS = ([0, 1, 7, 0, 129, 31, 127, 128], [140], [0, 0], [0, 3, 0])
-
-
-def grouped_mm_cases():
-    """Rows past the end, which hold NaN or 1e4, reach no other row; a group of NaN stays by itself."""
-    for groups in GROUPS:
-        R, E, ends = sum(groups), len(groups), torch.tensor(groups).cumsum(0, dtype=torch.int32)
-        for N, K, tile, programs in (
-            (384, 256, Tile(64, 256, 128, 4, 2), 2),
-            (128, 384, Tile(128, 128, 128, 4, 2), 5),
-            (256, 128, Tile(64, 128, 128, 4, 2), 1),
-        ):
-            a = torch.randn(R + 9, K) * 10.0 ** torch.randint(-3, 3, (R + 9, 1))
-            a[R:] = 1e4
-            if R:
-                a[0, 0], a[R - 1] = 1e6, 0
-            w_ENK = torch.randn(E, N, K)
-            a, a_scale = quantize.quantize_rows_reference(a, True)
-            a_scale[..., R + 5 :] = torch.nan
-            operands = a, a_scale, *quantize.quantize_weights(w_ENK, True, False), ends
-            actual = grouped_mm_fp8._launch_grouped_mm(*operands, tile, programs)
-            case, expected = f"{groups} {N}x{K}", grouped_mm_fp8.grouped_mm_fp8_reference(*operands, True)
-            yield f"grouped_mm_fp8 {case}", far(actual[:R], expected[:R], BF16_ROUNDING)
-            if max(groups) > 100:
-                largest = groups.index(max(groups))
-                others = torch.ones(R, dtype=torch.bool)
-                others[ends[largest] - groups[largest] : ends[largest]] = False
-                a_scale[..., :R][..., ~others] = torch.nan
-                beside = grouped_mm_fp8._launch_grouped_mm(*operands, tile, programs)[:R]
-                yield f"grouped_mm_fp8 beside NaN {case}", different(beside[others], actual[:R][others])
-                yield f"grouped_mm_fp8 of NaN {case}", float(not beside[~others].isnan().all())
-
-
-def weight_grad_cases():
-    for groups in GROUPS:
-        R, ends = sum(groups), torch.tensor(groups).cumsum(0, dtype=torch.int32)
-        for N, K, n, k, programs in ((48, 80, 32, 64, 3), (400, 160, 256, 128, 2), (144, 16, 256, 32, 7)):
-            grad, x = torch.randn(R + 5, N) * 1e-4, torch.randn(R + 5, K)
-            grad[R:], x[R:] = 1e4, torch.nan
-            grad[:, 3] = 0
-            grad_operand, x_operand = (quantize.quantize_columns(y, ends, True) for y in (grad, x))
-            operands = *grad_operand[:2], *x_operand
-            actual = grouped_mm_fp8._launch_weight_grad(*operands, Tile(n, k, 128, 4, 2), programs)
-            expected = grouped_mm_fp8.grouped_mm_fp8_weight_grad_reference(*operands, True)
-            case = f"{groups} {N}x{K}"
-            yield f"grouped_mm_fp8_weight_grad {case}", far(actual, expected, BF16_ROUNDING)
-            yield f"grouped_mm_fp8_weight_grad of no rows, {case}", float(actual[torch.tensor(groups) == 0].any())
-
-
-CASES = (row_cases, column_cases, tile_cases, swiglu_cases, grouped_mm_cases, weight_grad_cases, packed_cases)
+CASES = (row_cases, column_cases, tile_cases, swiglu_cases, packed_cases)
 
 if __name__ == "__main__":
     torch.manual_seed(0)

@@ -1,10 +1,18 @@
-"""The FP8 kernels: every Triton kernel against its reference in Triton's interpreter, and the ops as PyTorch sees them."""
+"""The FP8 kernels: every Triton kernel against its reference in Triton's interpreter, the Gluon kernels as they are compiled, and
+the ops as PyTorch sees them."""
+
+import subprocess
 
 import pytest
 import torch
+import triton
 from interpreter import errors_of
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import mangle_type
 
 from kernels import grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8
+from kernels.grouped_mm import Tile
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +22,7 @@ def errors() -> dict[str, float]:
 
 PACKED = ["pack_tokens", "spread_packed", "quantize_packed_columns"]
 EXACT = ["quantize_rows", "spread_rows_fp8", "quantize_columns", "quantize_tiles", *PACKED]
-ROUNDED = ["weighted_swiglu_fp8", "weighted_swiglu_fp8_backward", "grouped_mm_fp8", "grouped_mm_fp8_weight_grad"]
+ROUNDED = ["weighted_swiglu_fp8", "weighted_swiglu_fp8_backward"]
 
 
 @pytest.mark.parametrize("kernel", EXACT + ROUNDED)
@@ -102,3 +110,44 @@ def test_products_are_those_of_the_operands(blockwise) -> None:
 def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Up to a rounding to bf16."""
     return ((actual - expected).norm() / expected.norm()).item() < 2**-8
+
+
+class Recorded:
+    """Stands for a kernel: keeps what it is launched with."""
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        def launch(*arguments, **options) -> None:
+            self.grid, self.arguments, self.options = grid, arguments, options
+
+        return launch
+
+
+@pytest.mark.parametrize("product", ["_launch_grouped_mm", "_launch_weight_grad"])
+@pytest.mark.parametrize("tile", [Tile(128, 256, 128, 8, 4), Tile(128, 128, 128, 4, 3, 2)])
+def test_gluon_kernels_fit_a_multiprocessor(monkeypatch, tmp_path, product, tile) -> None:
+    """As they are launched, compiled for Hopper: nothing spills, and as many programs as the tile asks for find room."""
+    name = {"_launch_grouped_mm": "_grouped_mm_blockwise_kernel", "_launch_weight_grad": "_weight_grad_blockwise_kernel"}[product]
+    kernel, launched = getattr(grouped_mm_fp8, name), Recorded()
+    monkeypatch.setattr(grouped_mm_fp8, name, launched)
+    ends, x_RK = offsets([3, 130]), torch.randn(133, 256)
+    if product == "_launch_grouped_mm":
+        weights = quantize.quantize_weights(torch.randn(2, 384, 256), True, False)
+        operands = *quantize.quantize_rows(x_RK, ends[-1:], True), *weights, ends
+    else:
+        operands = *quantize.quantize_columns(torch.randn(133, 384), ends, True)[:2], *quantize.quantize_columns(x_RK, ends, True)
+    out = getattr(grouped_mm_fp8, product)(*operands, tile, 7)
+    assert launched.grid == (7,) and out.shape == ((133, 384) if product == "_launch_grouped_mm" else (2, 384, 256))
+
+    options = dict(launched.options)
+    constants = {key: options.pop(key) for key in ("CONSUMERS", "STAGES")}
+    signature = dict(zip(kernel.arg_names, map(mangle_type, launched.arguments), strict=False)) | dict.fromkeys(
+        constants, "constexpr"
+    )
+    source = GluonASTSource(kernel, signature, constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert tile.programs * (compiled.metadata.shared + 1024) <= 228 * 1024  # 1 KB of each is the system's
+    assert tile.programs * 32 * compiled.metadata.num_warps * options["maxnreg"] <= 65536
+    (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
+    command = triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", "kernel.ptx", "-o", "kernel.cubin"
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in said and "warning" not in said
