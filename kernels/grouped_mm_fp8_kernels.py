@@ -129,9 +129,33 @@ def _load_rows(
 
 
 @gluon.jit
-def _multiply_rows(ring, scales, out, offsets_ptr, E, K, N, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+def _sums(ring, scales, stage, phase, K, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr):
+    """A tile's upper and lower half, of which HALVES are computed, and the stage and the phase after it."""
     a_ring, b_ring, full, empty = ring
     a_scales, b_scales = scales
+    upper_MN = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
+    lower_MN = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
+    product_MN = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
+    for _ in range(K // BLOCK):
+        mbarrier.wait(full.index(stage), phase)
+        at = stage * CONSUMERS + consumer
+        a, b, a_scale = a_ring.index(stage), b_ring.index(at), a_scales.index(stage)
+        b_scale = b_scales.index(at).load(gl.SliceLayout(1, PRODUCT))
+        upper_scale_M = a_scale.slice(0, HALF).load(gl.SliceLayout(1, PRODUCT)) * b_scale
+        lower_scale_M = a_scale.slice(HALF, HALF).load(gl.SliceLayout(1, PRODUCT)) * b_scale
+        product_MN = _multiply(a.slice(0, HALF), b, product_MN)
+        upper_MN += product_MN * upper_scale_M[:, None]
+        if HALVES == 2:
+            product_MN = _multiply(a.slice(HALF, HALF), b, product_MN)
+        mbarrier.arrive(empty.index(stage))
+        if HALVES == 2:
+            lower_MN += product_MN * lower_scale_M[:, None]
+        stage, phase = _next(stage, phase, STAGES)
+    return upper_MN, lower_MN, stage, phase
+
+
+@gluon.jit
+def _multiply_rows(ring, scales, out, offsets_ptr, E, K, N, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
     tiles_N = gl.cdiv(N, CONSUMERS * BLOCK)
     stage, phase, begin, tile = 0, 0, 0, gl.program_id(0)
     for e in range(E):
@@ -140,22 +164,10 @@ def _multiply_rows(ring, scales, out, offsets_ptr, E, K, N, consumer, CONSUMERS:
         while tile < tiles:
             row = begin + tile // tiles_N * BLOCK
             n = (tile % tiles_N * CONSUMERS + consumer) * BLOCK
-            upper_MN = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
-            lower_MN = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
-            product_MN = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
-            for _ in range(K // BLOCK):
-                mbarrier.wait(full.index(stage), phase)
-                at = stage * CONSUMERS + consumer
-                a, b, a_scale = a_ring.index(stage), b_ring.index(at), a_scales.index(stage)
-                b_scale = b_scales.index(at).load(gl.SliceLayout(1, PRODUCT))
-                upper_scale_M = a_scale.slice(0, HALF).load(gl.SliceLayout(1, PRODUCT)) * b_scale
-                lower_scale_M = a_scale.slice(HALF, HALF).load(gl.SliceLayout(1, PRODUCT)) * b_scale
-                product_MN = _multiply(a.slice(0, HALF), b, product_MN)
-                upper_MN += product_MN * upper_scale_M[:, None]
-                product_MN = _multiply(a.slice(HALF, HALF), b, product_MN)
-                mbarrier.arrive(empty.index(stage))
-                lower_MN += product_MN * lower_scale_M[:, None]
-                stage, phase = _next(stage, phase, STAGES)
+            if row + HALF < end:
+                upper_MN, lower_MN, stage, phase = _sums(ring, scales, stage, phase, K, consumer, CONSUMERS, STAGES, 2)
+            else:  # nothing of the lower half would be stored
+                upper_MN, lower_MN, stage, phase = _sums(ring, scales, stage, phase, K, consumer, CONSUMERS, STAGES, 1)
             _store_rows(out, consumer, upper_MN, row, end, n, N, CONSUMERS)
             _store_rows(out, consumer, lower_MN, row + HALF, end, n, N, CONSUMERS)
             tile += gl.num_programs(0)
