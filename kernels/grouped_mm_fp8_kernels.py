@@ -176,7 +176,7 @@ def _multiply_rows(ring, scales, out, offsets_ptr, E, K, N, consumer, CONSUMERS:
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["R"])
+@gluon.jit(do_not_specialize=["E", "R"])
 def _grouped_mm_blockwise_kernel(
     a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, out_ptr, offsets_ptr, E, K, N, R,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
@@ -271,7 +271,7 @@ def _multiply_columns(ring, scales, room, out_desc, ends_ptr, E, N, K, consumer,
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["E"])
 def _weight_grad_blockwise_kernel(
     grad_desc, a_desc, grad_scale_desc, a_scale_desc, out_desc, ends_ptr, E, N, K,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
