@@ -26,8 +26,9 @@ class Float8Options:
     ``filter_fqns``: a module whose name contains one of these stays as it is, as do all modules of the first and last so many
     blocks. ``expert_weight_grad_bf16``: the experts' weight gradient is not quantised. ``emulate``: compute on any machine what
     the recipe's kernels would, slowly. ``all_gather``: FSDP2 gathers weights in FP8 where one quantisation serves all products.
-    ``dispatch``: tokens travel to the experts quantised. ``keep_weights``: experts' weights
-    are quantised once a step. ``backend``: torchao and our kernels, or Transformer Engine.
+    ``dispatch``: tokens travel to the experts quantised. ``save_activations``: experts save their pre-activations for backward
+    quantised. ``keep_weights``: experts' weights are quantised once a step. ``backend``: torchao and our kernels, or Transformer
+    Engine.
     """
 
     recipe: str = "none"
@@ -41,6 +42,7 @@ class Float8Options:
     backend: Literal["native", "te"] = "native"
     dispatch: bool = False
     keep_weights: bool = False
+    save_activations: bool = False
 
     @property
     def enabled(self) -> bool:
@@ -158,10 +160,10 @@ def _convert_module(model: nn.Module, name: str, module: nn.Module, recipe: str,
 
 def expert_products(recipe: str, options: Float8Options) -> Products:
     """The grouped products of experts in a recipe."""
-    wide_grad = options.expert_weight_grad_bf16
+    settings = options.expert_weight_grad_bf16, options.save_activations
     if options.emulate:
-        return EmulatedProducts(RECIPES[recipe], wide_grad)
-    return Float8Products(recipe == "blockwise", wide_grad)
+        return EmulatedProducts(RECIPES[recipe], *settings)
+    return Float8Products(recipe == "blockwise", *settings)
 
 
 def _check_converted(options: Float8Options, key: str, candidates: list[str], result: Conversion) -> None:

@@ -11,7 +11,7 @@ from float8.grouped_emulation import grouped_input_grad, grouped_output, grouped
 from float8.recipes import Recipe
 from kernels.expert_mlp import HIGH_PRECISION, Kept, Operand, Products, Tokens
 from kernels.grouped_mm_fp8 import grouped_mm_fp8, grouped_mm_fp8_weight_grad
-from kernels.packed_tokens import PackedTokens, quantize_packed_columns, spread_packed, unpack_tokens
+from kernels.packed_tokens import PackedTokens, pack_tokens, quantize_packed_columns, spread_packed, unpack_tokens
 from kernels.quantize import quantize_columns, quantize_rows, quantize_weights, spread_rows_fp8
 from kernels.swiglu_fp8 import weighted_swiglu_fp8, weighted_swiglu_fp8_backward
 
@@ -20,12 +20,14 @@ class Float8Products(Products):
     """Products of the recipes "rowwise" and "blockwise" in FP8, for tokens and weights in bf16.
 
     An operand is its elements and its scales; what is given in bf16 is quantised first. A weight is quantised where it is used,
-    in the direction of that use, and kept only while :meth:`keeping_weights`.
+    in the direction of that use, and kept only while :meth:`keeping_weights`. ``packs_kept``: backward gets the pre-activations
+    as the recipe quantises rows.
     """
 
-    def __init__(self, blockwise: bool, high_precision_weight_grad: bool):
+    def __init__(self, blockwise: bool, high_precision_weight_grad: bool, packs_kept: bool = False):
         self.blockwise = blockwise
         self.high_precision_weight_grad = high_precision_weight_grad
+        self.packs_kept = packs_kept
         self._kept: dict[tuple[torch.Size, bool], tuple[Tensor, Tensor]] | None = None
 
     @contextmanager
@@ -44,6 +46,9 @@ class Float8Products(Products):
 
     def swiglu(self, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> Operand:
         return weighted_swiglu_fp8(gate_up_R2F, weights_P, pair_R, num_rows, self.blockwise)
+
+    def keep(self, gate_up_R2F: Tensor, num_rows: Tensor) -> Tensor:
+        return pack_tokens(gate_up_R2F.flatten(1), self.blockwise, num_rows) if self.packs_kept else gate_up_R2F
 
     def swiglu_backward(
         self, grad_RF: Tensor, kept: Kept, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
@@ -100,12 +105,18 @@ class EmulatedProducts(Products):
     multiplied out in fp32, and give the same elements when they are quantised again.
     """
 
-    def __init__(self, recipe: Recipe, high_precision_weight_grad: bool = False):
+    def __init__(self, recipe: Recipe, high_precision_weight_grad: bool = False, packs_kept: bool = False):
         self.recipe = recipe
         self.high_precision_weight_grad = high_precision_weight_grad
+        self.packs_kept = packs_kept
 
     def rows(self, x_ND: Tokens, row_NK: Tensor, num_rows: int) -> Tensor:
         return super().rows(_unpacked(x_ND), row_NK, num_rows)
+
+    def keep(self, gate_up_R2F: Tensor, num_rows: Tensor) -> Tensor:
+        if not self.packs_kept or not gate_up_R2F.numel():
+            return gate_up_R2F
+        return self.recipe.input.simulate(gate_up_R2F.flatten(1), 1).to(gate_up_R2F.dtype).view_as(gate_up_R2F)
 
     def weight_grad_of_tokens(self, grad_RN: Tensor, x_ND: Tokens, pair_R: Tensor, row_NK: Tensor, offsets_E: Tensor) -> Tensor:
         return super().weight_grad_of_tokens(grad_RN, _unpacked(x_ND), pair_R, row_NK, offsets_E)

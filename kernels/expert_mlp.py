@@ -16,7 +16,7 @@ Tokens = Tensor | PackedTokens
 
 
 class Kept(NamedTuple):
-    """Pre-activations [.., 2, F] of rows that begin at row ``first``, or at 0 if it is None; see :mod:`kernels.stash`."""
+    """What :meth:`Products.keep` gave for rows that begin at row ``first``, or at 0 if it is None; see :mod:`kernels.stash`."""
 
     gate_up: Tensor
     first: Tensor | None = None
@@ -38,6 +38,10 @@ class Products:
     def swiglu(self, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> Operand:
         """Activation [R, F], for :meth:`output`."""
         return weighted_swiglu(gate_up_R2F, weights_P, pair_R, num_rows)
+
+    def keep(self, gate_up_R2F: Tensor, num_rows: Tensor) -> Tensor:
+        """What backward is to have of the pre-activations, [R, ...]."""
+        return gate_up_R2F
 
     def swiglu_backward(
         self, grad_RF: Tensor, kept: Kept, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
@@ -104,21 +108,23 @@ class _ExpertMLP(torch.autograd.Function):
         tokens = _tokens(x_ND, packed_NW, products)
         gate_up_R2F = _up(products.rows(tokens, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
         act_RF = products.swiglu(gate_up_R2F, weights_P, pair_R, offsets_E[-1:])
+        kept = None if recompute else products.keep(gate_up_R2F, offsets_E[-1:])
+        del gate_up_R2F
         # Not a saved tensor, since other layers write to the same one.
-        ctx.stashed = None if recompute or stash is None else stash(gate_up_R2F, offsets_E[-1:])
-        kept_R2F = None if recompute or ctx.stashed is not None else gate_up_R2F
-        ctx.save_for_backward(x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept_R2F)
+        ctx.stashed = None if kept is None or stash is None else stash(kept, offsets_E[-1:])
+        kept = None if ctx.stashed is not None else kept
+        ctx.save_for_backward(x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept)
         return products.output(act_RF, w2_EDF, offsets_E)
 
     @staticmethod
     def backward(ctx, grad_RD):
-        x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept_R2F = ctx.saved_tensors
+        x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, gate_up = ctx.saved_tensors
         products, grad_RD = ctx.products, grad_RD.contiguous()
         tokens = _tokens(x_ND, packed_NW, products)
-        if ctx.stashed is None and kept_R2F is None:
-            kept_R2F = _up(products.rows(tokens, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
-        kept = ctx.stashed or Kept(kept_R2F)
-        del kept_R2F
+        if ctx.stashed is None and gate_up is None:
+            gate_up = _up(products.rows(tokens, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
+        kept = ctx.stashed or Kept(gate_up)
+        del gate_up
         # Here is a step's peak of memory: what has been used must not wait for the end.
         grad_act_RF = products.input_grad(grad_RD, w2_EDF, offsets_E)
         grad_operand, grad_gate_up, grad_weights_P, act_RF = products.swiglu_backward(
@@ -172,8 +178,8 @@ def expert_mlp(
         products: the grouped products.
         put_off: takes, in backward, what makes the gradient of w13, which then comes from whoever calls that; autograd gets a
             tensor that means nothing in its place.
-        stash: takes pre-activations [R, 2, F] and how many of their rows hold data, and keeps these; returns None if it does not,
-            and they are kept as they are.
+        stash: takes what is to be kept of the pre-activations, [R, ...], and how many of its rows hold data, and keeps these;
+            returns None if it does not, and they are kept as they are.
         packed_NW: the tokens as the products' ``packing`` packed them; of x, shape, dtype and gradient alone count then.
     Returns:
         [R, D]; rows past the last offset are unspecified. Saves for backward the tokens, the gate/up pre-activations [R, 2, F]

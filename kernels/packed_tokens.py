@@ -1,7 +1,8 @@
 """Tokens as they travel in FP8: a token is a row of 32-bit words, its E4M3 elements and behind them its scales.
 
 Both are those of :func:`kernels.quantize.quantize_rows`, so what arrives is an operand of the experts' first product. Rows are
-whole units of 64 bytes, which are copied fast whoever copies them; what is behind the scales is unspecified.
+whole units of 64 bytes, which are copied fast whoever copies them; what is behind the scales is unspecified. Other rows that are
+to be kept in FP8 are packed alike.
 """
 
 from typing import NamedTuple
@@ -73,14 +74,16 @@ def unpack_tokens(tokens: PackedTokens) -> Tensor:
 
 @triton.jit
 def _pack_kernel(
-    x_ptr, elements_ptr, scale_ptr, D, stride_t, W, BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr
+    x_ptr, num_rows_ptr, elements_ptr, scale_ptr, D, stride_t, W, BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    d_BC = places(BLOCKS)
-    x_BC = tl.load(x_ptr + token * stride_t + d_BC, mask=d_BC < D, other=0.0).to(tl.float32)
-    factor_B = factor_of(row_bits(x_BC, BLOCKWISE), not BLOCKWISE)
-    tl.store(elements_ptr + token * W * 4 + d_BC, (x_BC * factor_B[:, None]).to(tl.float8e4nv), mask=d_BC < D)
-    store_scales(factor_B, scale_ptr + token * W + D // 4, 1, D // 128, True, BLOCKWISE)
+    wanted = True if num_rows_ptr is None else token < tl.load(num_rows_ptr)
+    if wanted:
+        d_BC = places(BLOCKS)
+        x_BC = tl.load(x_ptr + token * stride_t + d_BC, mask=d_BC < D, other=0.0).to(tl.float32)
+        factor_B = factor_of(row_bits(x_BC, BLOCKWISE), not BLOCKWISE)
+        tl.store(elements_ptr + token * W * 4 + d_BC, (x_BC * factor_B[:, None]).to(tl.float8e4nv), mask=d_BC < D)
+        store_scales(factor_B, scale_ptr + token * W + D // 4, 1, D // 128, True, BLOCKWISE)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -97,12 +100,12 @@ def _spread_packed_kernel(
         tl.store(to_W, word_W, mask=(w_W >= words) & (w_W < words + scales) & (row >= 0))
 
 
-def _launch_pack(x_TD: Tensor, blockwise: bool) -> Tensor:
+def _launch_pack(x_TD: Tensor, blockwise: bool, num_rows: Tensor | None = None) -> Tensor:
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     (T, D), words_TW = x_TD.shape, _empty_words(x_TD, blockwise)
     if T:
         _pack_kernel[(T,)](
-            x_TD, words_TW.view(E4M3), words_TW.view(torch.float32), D, x_TD.stride(0), words_TW.shape[1],
+            x_TD, num_rows, words_TW.view(E4M3), words_TW.view(torch.float32), D, x_TD.stride(0), words_TW.shape[1],
             BLOCKS=blocks_of_row(D), BLOCKWISE=blockwise, num_warps=warps(D),
         )  # fmt: skip
     return words_TW
@@ -125,19 +128,20 @@ def _launch_spread(words_NW: Tensor, row_NK: Tensor, num_rows: int, D: int, bloc
 
 
 @torch.library.custom_op("moe_titan::pack_tokens", mutates_args=())
-def pack_tokens(x_TD: Tensor, blockwise: bool) -> Tensor:
+def pack_tokens(x_TD: Tensor, blockwise: bool, num_rows: Tensor | None = None) -> Tensor:
     """Quantises tokens for their way.
 
     Args:
         x_TD: [T, D] bf16 or fp32; D is a multiple of 4, and of 128 where blockwise.
+        num_rows: if given, so many tokens hold data (one-element integer tensor on the device).
     Returns:
-        [T, W] int32, W words for D elements and the scales.
+        [T, W] int32, W words for D elements and the scales; tokens from ``num_rows`` on are unspecified.
     """
-    return _launch_pack(x_TD, blockwise) if x_TD.is_cuda else pack_tokens_reference(x_TD, blockwise)
+    return _launch_pack(x_TD, blockwise, num_rows) if x_TD.is_cuda else pack_tokens_reference(x_TD, blockwise)
 
 
 @pack_tokens.register_fake
-def _(x_TD: Tensor, blockwise: bool) -> Tensor:
+def _(x_TD: Tensor, blockwise: bool, num_rows: Tensor | None = None) -> Tensor:
     return _empty_words(x_TD, blockwise)
 
 

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.quantize import blocks_of_row, empty_rows, quantize_rows_reference
+from kernels.packed_tokens import PackedTokens, unpack_tokens
+from kernels.quantize import E4M3, blocks_of_row, empty_rows, quantize_rows_reference
 from kernels.quantize_kernels import factor_of, places, row_bits, store_scales
 from kernels.swiglu import place_of_row, weighted_swiglu_backward_reference, weighted_swiglu_reference
 
@@ -28,22 +29,37 @@ def _forward_kernel(
         store_scales(factor_B, scale_ptr + row, R, F // 128, True, BLOCKWISE)
 
 
+@triton.jit
+def _load_scales(scale_ptr, half, F, BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr):
+    """Of the blocks in half a row, or the whole row's one."""
+    if BLOCKWISE:
+        b_B = tl.arange(0, BLOCKS)
+        return tl.load(scale_ptr + half * (F // 128) + b_B, mask=b_B * 128 < F, other=0.0)[:, None]
+    else:
+        return tl.load(scale_ptr)
+
+
 @triton.jit(do_not_specialize=["R"])
 def _backward_kernel(
-    grad_ptr, gate_up_ptr, weight_ptr, pair_ptr, num_rows_ptr, first_ptr,
-    grad_gate_up_ptr, elements_ptr, scale_ptr, grad_weight_ptr, act_ptr, F, R, size,
+    grad_ptr, gate_up_ptr, kept_scale_ptr, weight_ptr, pair_ptr, num_rows_ptr, first_ptr,
+    grad_gate_up_ptr, elements_ptr, scale_ptr, grad_weight_ptr, act_ptr, F, R, size, stride,
     BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr,
 ):  # fmt: skip
+    """The pre-activations are numbers, or E4M3 elements and their scales in rows of ``stride`` bytes."""
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(num_rows_ptr):
         pair = tl.load(pair_ptr + row)
         weight = tl.load(weight_ptr + pair)
         f_BC = places(BLOCKS)
-        dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
+        dtype: tl.constexpr = act_ptr.dtype.element_ty
         mask_BC, gate_at, up_at = f_BC < F, row * 2 * F + f_BC, row * 2 * F + F + f_BC
-        gate_up_ptr += place_of_row(row, first_ptr, size) * 2 * F
-        gate_BC = tl.load(gate_up_ptr + f_BC, mask=mask_BC, other=0.0).to(tl.float32)
-        up_BC = tl.load(gate_up_ptr + F + f_BC, mask=mask_BC, other=0.0).to(tl.float32)
+        place = place_of_row(row, first_ptr, size)
+        gate_BC = tl.load(gate_up_ptr + place * stride + f_BC, mask=mask_BC, other=0.0).to(tl.float32)
+        up_BC = tl.load(gate_up_ptr + place * stride + F + f_BC, mask=mask_BC, other=0.0).to(tl.float32)
+        if kept_scale_ptr is not None:
+            kept_scale_ptr += place * (stride // 4)
+            gate_BC = (gate_BC * _load_scales(kept_scale_ptr, 0, F, BLOCKS, BLOCKWISE)).to(dtype).to(tl.float32)
+            up_BC = (up_BC * _load_scales(kept_scale_ptr, 1, F, BLOCKS, BLOCKWISE)).to(dtype).to(tl.float32)
         grad_BC = tl.load(grad_ptr + row * F + f_BC, mask=mask_BC, other=0.0).to(tl.float32)
         sig_BC = tl.sigmoid(gate_BC)
         silu_BC = gate_BC * sig_BC
@@ -86,7 +102,7 @@ def _launch_forward(
 
 def _launch_backward(
     grad_RF: Tensor,
-    gate_up_R2F: Tensor,
+    kept: Tensor,
     weights_P: Tensor,
     pair_R: Tensor,
     num_rows: Tensor,
@@ -94,13 +110,16 @@ def _launch_backward(
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (R, F), grad_RF = grad_RF.shape, grad_RF.contiguous()
-    grad_gate_up_R2F, act_RF, grad_weights_P = gate_up_R2F.new_empty(R, 2, F), *map(torch.empty_like, (grad_RF, weights_P))
-    elements, scale = empty_rows(gate_up_R2F, R, 2 * F, blockwise)
+    grad_gate_up_R2F, act_RF, grad_weights_P = grad_RF.new_empty(R, 2, F), *map(torch.empty_like, (grad_RF, weights_P))
+    elements, scale = empty_rows(grad_RF, R, 2 * F, blockwise)
     grad_weights_P.zero_()
+    kept_scale = None
+    if _packed(kept):
+        kept, kept_scale = kept.view(E4M3), kept.view(torch.float32)[:, F // 2 :]
     if R:
         _backward_kernel[(R,)](
-            grad_RF, gate_up_R2F, weights_P, pair_R, num_rows, first,
-            grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF, F, R, len(gate_up_R2F),
+            grad_RF, kept, kept_scale, weights_P, pair_R, num_rows, first,
+            grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF, F, R, len(kept), kept.stride(0),
             BLOCKS=blocks_of_row(F), BLOCKWISE=blockwise, num_warps=_warps(F),
         )  # fmt: skip
     return grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF
@@ -125,10 +144,14 @@ def _(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, 
     return empty_rows(gate_up_R2F, len(gate_up_R2F), gate_up_R2F.shape[2], blockwise)
 
 
+def _packed(kept: Tensor) -> bool:
+    return kept.dtype == torch.int32
+
+
 @torch.library.custom_op("moe_titan::weighted_swiglu_fp8_backward", mutates_args=())
 def weighted_swiglu_fp8_backward(
     grad_RF: Tensor,
-    gate_up_R2F: Tensor,
+    kept: Tensor,
     weights_P: Tensor,
     pair_R: Tensor,
     num_rows: Tensor,
@@ -137,21 +160,27 @@ def weighted_swiglu_fp8_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """:func:`kernels.swiglu.weighted_swiglu_backward` with the gradient of the pre-activations quantised beside.
 
+    Args:
+        kept: pre-activations [R, 2, F], or their rows of 2 F packed by :func:`kernels.packed_tokens.pack_tokens`.
     Returns:
         grad_gate_up [R, 2, F]; its elements [R, 2 F] and scales as of :func:`kernels.quantize.quantize_rows`; grad_weights [P];
         activation [R, F].
     """
-    arguments = grad_RF, gate_up_R2F, weights_P, pair_R, num_rows
-    if gate_up_R2F.is_cuda:
-        return _launch_backward(*arguments, blockwise, first)
-    grad_gate_up_R2F, grad_weights_P, act_RF = weighted_swiglu_backward_reference(*arguments, first)
+    if grad_RF.is_cuda:
+        return _launch_backward(grad_RF, kept, weights_P, pair_R, num_rows, blockwise, first)
+    if _packed(kept):
+        F = grad_RF.shape[1]
+        kept = unpack_tokens(PackedTokens(kept, 2 * F, blockwise)).to(grad_RF.dtype).unflatten(1, (2, F))
+    grad_gate_up_R2F, grad_weights_P, act_RF = weighted_swiglu_backward_reference(
+        grad_RF, kept, weights_P, pair_R, num_rows, first
+    )
     return grad_gate_up_R2F, *quantize_rows_reference(grad_gate_up_R2F.flatten(1), blockwise), grad_weights_P, act_RF
 
 
 @weighted_swiglu_fp8_backward.register_fake
 def _(
     grad_RF: Tensor,
-    gate_up_R2F: Tensor,
+    kept: Tensor,
     weights_P: Tensor,
     pair_R: Tensor,
     num_rows: Tensor,
@@ -159,5 +188,5 @@ def _(
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     R, F = grad_RF.shape
-    quantized = empty_rows(gate_up_R2F, R, 2 * F, blockwise)
-    return gate_up_R2F.new_empty(R, 2, F), *quantized, torch.empty_like(weights_P), torch.empty_like(grad_RF)
+    quantized = empty_rows(grad_RF, R, 2 * F, blockwise)
+    return grad_RF.new_empty(R, 2, F), *quantized, torch.empty_like(weights_P), torch.empty_like(grad_RF)

@@ -34,6 +34,8 @@ def check_low_precision(config: Config) -> Iterator[str]:
         yield from _check_dispatch(config)
     if config.float8.keep_weights:
         yield from _check_kept(config)
+    if config.float8.save_activations:
+        yield from _check_saved(config)
     if config.float8.emulate:
         return
     for name, recipe in recipes.items():
@@ -80,6 +82,16 @@ def _check_kept(config: Config) -> Iterator[str]:
         yield config.problem(name, f"{what}; raise parallelism.expert_parallel_degree or set it to false")
 
 
+def _check_saved(config: Config) -> Iterator[str]:
+    name, recompute = "float8.save_activations", config.activation_checkpoint
+    if config.float8.expert_recipe not in _PACKED:
+        recipe = show(config.float8.expert_recipe)
+        yield config.problem(name, f"needs float8.expert_recipe {one_of(_PACKED)}, whose operands it saves, not {recipe}")
+    if recompute.mode == "full" or (recompute.mode == "selective" and recompute.selective_ac_option == "op"):
+        what = f"has no effect with activation_checkpoint.mode = {show(recompute.mode)}, which makes pre-activations again"
+        yield config.problem(name, f'{what}; set that to "none" or this to false')
+
+
 def _check_dispatch(config: Config) -> Iterator[str]:
     name = "float8.dispatch"
     if config.float8.expert_recipe not in _PACKED:
@@ -102,7 +114,7 @@ def _check_transformer_engine(config: Config, recipes: dict[str, str]) -> Iterat
     if find_spec(PACKAGE) is None:
         cure = 'install it (pip install "transformer_engine[pytorch]") or set it to "native"'
         yield config.problem("float8.backend", f"the package {PACKAGE} is not installed; {cure}")
-    for name in ("emulate", "all_gather", "dispatch", "keep_weights", "expert_weight_grad_bf16"):
+    for name in ("emulate", "all_gather", "dispatch", "keep_weights", "save_activations", "expert_weight_grad_bf16"):
         if config.get(f"float8.{name}"):
             yield config.problem(f"float8.{name}", 'must be false with float8.backend = "te", which does not have it')
     if config.moe.stash_factor is not None and "float8.expert_recipe" in recipes:

@@ -191,6 +191,9 @@ class Float8:
     keep_weights: bool = key(
         False, "Quantise experts' weights once a step for all that use them, and keep them both ways: two bytes a parameter"
     )
+    save_activations: bool = key(
+        False, "Save the experts' pre-activations for backward in FP8, as expert_recipe rowwise or blockwise quantises them"
+    )
     dispatch: bool = key(False, "Send tokens to routed experts in FP8, as expert_recipe rowwise or blockwise quantises them")
 
 

@@ -34,15 +34,15 @@ class RowStash:
         if self._end is not None:
             self._end.zero_()
 
-    def stash(self, rows_R2F: Tensor, num_rows: Tensor) -> Kept | None:
+    def stash(self, rows: Tensor, num_rows: Tensor) -> Kept | None:
         """See :func:`kernels.expert_mlp.expert_mlp`. All rows are alike in size and dtype."""
         if self._capacity.is_lifted:
             return None
         if self._block is None:
-            self._block = rows_R2F.new_empty(self._rows, *rows_R2F.shape[1:])
-            self._end = torch.zeros(1, dtype=torch.int64, device=rows_R2F.device)
+            self._block = rows.new_empty(self._rows, *rows.shape[1:])
+            self._end = torch.zeros(1, dtype=torch.int64, device=rows.device)
         first = self._end.clone()
-        stash_rows(rows_R2F.flatten(1), num_rows, self._block.flatten(1), first)
+        stash_rows(rows.flatten(1), num_rows, self._block.flatten(1), first)
         self._end += num_rows
         self._capacity.note(self._end > self._rows)
         return Kept(self._block, first)

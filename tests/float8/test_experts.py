@@ -9,7 +9,7 @@ from torch import Tensor
 
 from float8.experts import EmulatedProducts, Float8Products
 from float8.recipes import RECIPES
-from kernels.expert_mlp import expert_mlp
+from kernels.expert_mlp import Products, expert_mlp
 from kernels.quantize import quantize_columns, quantize_rows_reference, quantize_tiles_reference
 
 SIZES = [1, 0, 7, 127, 129, 16]
@@ -22,8 +22,8 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def products(recipe: str, wide_grad: bool = False) -> tuple[Float8Products, EmulatedProducts]:
-    return Float8Products(recipe == "blockwise", wide_grad), EmulatedProducts(RECIPES[recipe], wide_grad)
+def products(recipe: str, *settings: bool) -> tuple[Float8Products, EmulatedProducts]:
+    return Float8Products(recipe == "blockwise", *settings or (False,)), EmulatedProducts(RECIPES[recipe], *settings)
 
 
 def numbers(*shape: int) -> Tensor:
@@ -72,22 +72,43 @@ def inputs(D: int, F: int) -> tuple[list[Tensor], list[Tensor]]:
     return values, [pair_R, row_NK.view(N, 2), torch.tensor(SIZES).cumsum(0).int()]
 
 
-@pytest.mark.parametrize(("wide_grad", "recompute"), [(False, True), (True, False)])
+def passes(kind: Products, values: list[Tensor], index: list[Tensor], grad_RD: Tensor, recompute: bool) -> list[Tensor]:
+    """Output and gradients."""
+    leaves = [x.clone().requires_grad_() for x in values]
+    out_RD = expert_mlp(*leaves, *index, recompute, kind)
+    out_RD.backward(grad_RD)
+    return [out_RD[: sum(SIZES)], *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize(
+    ("wide_grad", "packs_kept", "recompute"), [(False, False, True), (True, False, False), (False, True, False)]
+)
 @RECIPE
-def test_experts_equal_emulated_ones(recipe, wide_grad, recompute) -> None:
+def test_experts_equal_emulated_ones(recipe, wide_grad, packs_kept, recompute) -> None:
     values, index = inputs(256, 128)
     grad_RD = torch.randn(sum(SIZES) + SPARE, 256).bfloat16()
     grad_RD[sum(SIZES) :] = 1e4
-    results = []
-    for kind in products(recipe, wide_grad):
-        leaves = [x.clone().requires_grad_() for x in values]
-        out_RD = expert_mlp(*leaves, *index, recompute, kind)
-        out_RD.backward(grad_RD)
-        results.append([out_RD[: sum(SIZES)], *(leaf.grad for leaf in leaves)])
+    results = [passes(kind, values, index, grad_RD, recompute) for kind in products(recipe, wide_grad, packs_kept)]
     for actual, expected in zip(*results, strict=True):
         # Sums in another order round to bf16 otherwise, and that, rarely, to E4M3.
         assert error(actual, expected) < 2e-3
     assert not results[0][2][1].any() and not results[0][3][1].any()  # An expert without tokens
+
+
+@RECIPE
+def test_saved_in_fp8(recipe) -> None:
+    """Backward starts from what E4M3 keeps of the pre-activations: half the bytes, and its rounding in every gradient."""
+    values, index = inputs(256, 128)
+    values[0][5, 3] = 1  # no outlier, beside which a row's other elements would be lost
+    grad_RD = torch.randn(sum(SIZES) + SPARE, 256).bfloat16()
+    kinds = [products(recipe, False, packs_kept)[0] for packs_kept in (False, True)]
+    (out, *grads), (packed_out, *packed_grads) = (passes(kind, values, index, grad_RD, False) for kind in kinds)
+    assert torch.equal(out, packed_out)
+    for actual, expected in zip(packed_grads, grads, strict=True):
+        assert 1e-2 < error(actual, expected) < 6e-2
+    gate_up = torch.randn(8, 2, 128).bfloat16()
+    kept = [kind.keep(gate_up, torch.tensor([8])) for kind in kinds]
+    assert kept[0].nbytes == gate_up.nbytes and kept[1].nbytes == 8 * (256 + 64)
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

@@ -205,6 +205,20 @@ def swiglu_cases():
             wrong = same_products((read[1][filled], read[2][..., filled]), (wanted[1][filled], wanted[2][..., filled]))
             wrong += sum(different(read[i][filled], wanted[i][filled]) for i in (0, 4)) + different(read[3], wanted[3])
             yield f"weighted_swiglu_fp8_backward among others, {way} {case}", wrong
+        # The same packed: backward reads what E4M3 keeps of them.
+        ways = (
+            (packed_tokens._launch_pack, swiglu_fp8._launch_backward),
+            (packed_tokens.pack_tokens, swiglu_fp8.weighted_swiglu_fp8_backward),
+        )
+        results = []
+        for pack, backward in ways:
+            packed = pack(gate_up_R2F.flatten(1), blockwise, count)
+            around = packed.new_full((2, packed.shape[1]), -1)
+            results.append(backward(grad_RF, torch.cat((around, packed, around)), *arguments[1:], blockwise, torch.tensor([2])))
+        read, wanted = results
+        for name, i in (("gate_up", 0), ("act", 4)):
+            yield f"weighted_swiglu_fp8_backward packed {name} {case}", far(read[i][filled], wanted[i][filled], BF16_ROUNDING)
+        yield f"weighted_swiglu_fp8_backward packed weights {case}", far(read[3], wanted[3], 1e-5)
         elements, scale = actual[1:3]
         own = quantize.quantize_rows_reference(actual[0][filled].flatten(1), blockwise)
         yield f"weighted_swiglu_fp8_backward quantised {case}", same_products((elements[filled], scale[..., filled]), own)
