@@ -5,9 +5,9 @@ python benchmarks/moe_layer.py [--shapes qwen3,v3,...] [--peers torchtitan,...] 
 
 Every layer has the same weights and input: bf16 experts and tokens, random data, natural routing from a random gate
 (softmax, normalised over the K, no shared experts). Peers keep their gate in bf16, as they train it; ours is fp32. `--recipes`
-adds ours with experts in FP8, the quantisation of weights included; `rowwise+kept` keeps them quantised, and `+bf16-grad` leaves
-weight gradients in bf16. Times are medians by CUDA events with a cold L2. FLOPs: 6 R D F forward and 12 R D F backward, R = T K.
-The table comes last; everything is also written to OUT/moe_layer.json.
+adds ours with experts in FP8, the quantisation of weights included; `rowwise+kept` keeps them quantised, `+bf16-grad` leaves
+weight gradients in bf16, and `+saved` saves pre-activations in FP8. Times are medians by CUDA events with a cold L2. FLOPs:
+6 R D F forward and 12 R D F backward, R = T K. The table comes last; everything is also written to OUT/moe_layer.json.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from benchmarks import environment
 from benchmarks.moe_peers import PEERS, moe_args
 from float8.convert import Float8Options, expert_products
 from kernels.expert_mlp import expert_mlp_reference
+from kernels.packed_tokens import words_of_token
 from kernels.route import route_reference
 from kernels.sort import sort_pairs_reference
 from moe_titan.layers.moe import MoE
@@ -42,8 +44,8 @@ from parallelisms.routing import RoutingTape
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHES = (10, 18)  # at most, forward and backward, in bf16
 RECIPES = ("rowwise", "blockwise")
-KEPT, WIDE_GRAD = "+kept", "+bf16-grad"  # after a recipe: weights are quantised once, weight gradients not at all
-VARIANTS = [recipe + kept + grad for recipe in RECIPES for kept in ("", KEPT) for grad in ("", WIDE_GRAD)]
+KEPT, WIDE_GRAD, SAVED = "+kept", "+bf16-grad", "+saved"  # after a recipe, see above
+VARIANTS = list(map("".join, product(RECIPES, ("", KEPT), ("", WIDE_GRAD), ("", SAVED))))
 ERRORS = {"bf16": 1e-2, "FP8": 0.1}  # at most; E4M3 rounds by 2.6 % in the mean, and a gradient is four roundings deep
 MIB = 2**20
 
@@ -62,9 +64,10 @@ class Shape:
     def R(self) -> int:
         return self.T * self.K
 
-    def saved_bytes(self) -> int:
+    def saved_bytes(self, run: str = "ours") -> int:
         """What one layer saves for backward beside its parameters: see docs/moe.md."""
-        return self.R * (4 * self.F + 20) + self.T * (2 * self.D + 4 * self.E) + 4 * self.E
+        of_row = 4 * words_of_token(2 * self.F, "blockwise" in run) if SAVED in run else 4 * self.F
+        return self.R * (of_row + 20) + self.T * (2 * self.D + 4 * self.E) + 4 * self.E
 
 
 SHAPES = {
@@ -283,7 +286,7 @@ def failures(entry: dict[str, Any]) -> list[str]:
     if "error" in entry:
         return [entry["error"]]
     checks, launches = entry["checks"], (len(entry["forward_kernels"]), len(entry["backward_kernels"]))
-    formula = SHAPES[entry["shape"]].saved_bytes()
+    formula = SHAPES[entry["shape"]].saved_bytes(entry["run"])
     low_precision = entry["run"].removeprefix("ours, ") in VARIANTS
     most, limits = (ERRORS["FP8"], (math.inf, math.inf)) if low_precision else (ERRORS["bf16"], LAUNCHES)
     kept = {
@@ -308,7 +311,7 @@ def load(layer: MoE, x: Tensor) -> dict[str, float]:
 def run_ours(name: str, skew: str | None = None, recipe: str | None = None) -> dict[str, Any]:
     layer, x, grad = build(SHAPES[name])
     if recipe is not None:
-        options = Float8Options(expert_weight_grad_bf16=WIDE_GRAD in recipe)
+        options = Float8Options(expert_weight_grad_bf16=WIDE_GRAD in recipe, save_activations=SAVED in recipe)
         layer.experts.products = expert_products(recipe.split("+")[0], options)
     if skew is not None:
         SKEWS[skew](layer, x)

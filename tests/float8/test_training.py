@@ -122,6 +122,8 @@ W2 = "layers.0.moe.experts.w2"
         (Float8Options("tensorwise"), Layout(tp=2, dp_shard=2), "compiled"),
         (Float8Options(expert_recipe="rowwise"), Layout(tp=2, etp=2), "none"),
         (Float8Options(expert_recipe="blockwise", expert_weight_grad_bf16=True), Layout(dp_shard=2, ep=2), "selective"),
+        (Float8Options(expert_recipe="rowwise", save_activations=True), Layout(dp_shard=2, ep=2), "none"),
+        (Float8Options(expert_recipe="blockwise", save_activations=True, dispatch=True), Layout(tp=2, ep=2), "none"),
         (Float8Options(expert_recipe="rowwise", dispatch=True), Layout(dp_shard=2, ep=2), "none"),
         (Float8Options(expert_recipe="blockwise", dispatch=True), Layout(dp_shard=2, ep=2), "full"),
         (Float8Options(expert_recipe="rowwise", dispatch=True, expert_weight_grad_bf16=True), Layout(tp=2, ep=2), "selective"),
@@ -138,6 +140,18 @@ def test_kernels_and_emulation_agree(pool, options, layout, recompute) -> None:
         pool.run(layout.world, _train, model, layout, options, parallel)[0] for options in (kernels, with_float8(kernels.float8))
     ]
     assert_same_run(actual, expected, 1e-2)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_stashed_activations_are_the_saved_ones(pool, recipe) -> None:
+    """Bit for bit, whether every layer has its own or all share one block."""
+    model, layout = qwen3(128 if recipe == "blockwise" else 32), Layout(dp_shard=2, ep=2)
+    options = replace(CLIPPED, float8=Float8Options(expert_recipe=recipe, save_activations=True))
+    parallel = {"param_dtype": torch.bfloat16, "dispatcher": "nvlink", "dispatch_tokens": tiny.SEQ * 4}
+    own, shared = (pool.run(2, _train, model, layout, options, parallel | {"stash_factor": f})[0] for f in (None, 2.0))
+    assert own["loss"] == shared["loss"] and own["norm"] == shared["norm"]
+    for name, parameter in own["params"].items():
+        assert np.array_equal(shared["params"][name], parameter), name
 
 
 @pytest.mark.parametrize(("recipe", "recompute"), [("rowwise", "selective"), ("blockwise", "none")])

@@ -1,5 +1,7 @@
 """Low-precision settings that are refused: what the hardware lacks, what excludes what, and keys without effect."""
 
+import re
+
 import pytest
 import torch
 
@@ -153,6 +155,24 @@ def test_settings_without_effect(flags, fragment) -> None:
 )
 def test_weights_that_cannot_be_kept(flags, message) -> None:
     assert f"float8.keep_weights = true: {message}" in refusal("keep_weights", *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode", "message"),
+    [
+        (["expert_recipe=mxfp8"], "none", 'needs float8.expert_recipe one of "rowwise", "blockwise", whose operands it saves'),
+        (["expert_recipe=rowwise"], "selective", 'has no effect with activation_checkpoint.mode = "selective"'),
+        (["expert_recipe=blockwise"], "full", 'has no effect with activation_checkpoint.mode = "full"'),
+    ],
+)
+def test_activations_that_are_not_saved(flags, mode, message) -> None:
+    by_op = "--activation_checkpoint.selective_ac_option=op"
+    argv = [*MOE, by_op, *(f"--float8.{flag}" for flag in ("emulate", "save_activations", *flags))]
+    with pytest.raises(ConfigError, match=re.escape(f"float8.save_activations = true: {message}")):
+        load_config([*argv, f"--activation_checkpoint.mode={mode}"], 1)
+    every_other = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
+    argv = [*MOE, "--float8.emulate", "--float8.save_activations", "--float8.expert_recipe=rowwise", *every_other]
+    assert load_config(argv, 1).float8.save_activations
 
 
 def test_weights_of_fsdp_are_not_kept() -> None:
