@@ -95,8 +95,9 @@ def test_quantisers(poisoned, recipe, D) -> None:
 
 
 @RECIPE
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("width", [128, 768, 1408, 2048])
-def test_swiglu(poisoned, recipe, width) -> None:
+def test_swiglu(poisoned, recipe, packed, width) -> None:
     R, blockwise = 333, recipe == "blockwise"
     gate_up_R2F, grad_RF, weights_P = randn(R, 2, width), randn(R, width), torch.rand(2 * R, device="cuda")
     pair_R, count = torch.randperm(2 * R, device="cuda")[:R].int(), torch.tensor([R - 4], device="cuda")
@@ -104,6 +105,8 @@ def test_swiglu(poisoned, recipe, width) -> None:
     arguments, used = (gate_up_R2F, weights_P, pair_R, count, blockwise), slice(0, R - 4)
     actual, wanted = poisoned(swiglu_fp8.weighted_swiglu_fp8, *arguments), swiglu_fp8.weighted_swiglu_fp8(*cpu(*arguments))
     assert (actual[0][used].cpu().float() != wanted[0][used].float()).double().mean() < 5e-3
+    if packed:
+        arguments = poisoned(packed_tokens.pack_tokens, gate_up_R2F.flatten(1), blockwise, count), *arguments[1:]
     actual = poisoned(swiglu_fp8.weighted_swiglu_fp8_backward, grad_RF, *arguments)
     wanted = swiglu_fp8.weighted_swiglu_fp8_backward(*cpu(grad_RF, *arguments))
     for output, rows in ((0, R - 4), (3, 2 * R), (4, R - 4)):
@@ -158,12 +161,12 @@ def test_blockwise_tiles(poisoned, tile, N, K, groups) -> None:
 
 
 @RECIPE
-@pytest.mark.parametrize("wide_grad", [False, True])
-def test_experts_equal_emulated_ones(poisoned, recipe, wide_grad) -> None:
+@pytest.mark.parametrize(("wide_grad", "packs_kept"), [(False, False), (True, False), (False, True)])
+def test_experts_equal_emulated_ones(poisoned, recipe, wide_grad, packs_kept) -> None:
     """Twice the same bits, without waiting for the device."""
     arguments = float8_rows.inputs(512, 384, GROUPS, "cuda")
-    expected = float8_rows.run(EmulatedProducts(RECIPES[recipe], wide_grad), *arguments)
-    kernels = Float8Products(recipe == "blockwise", wide_grad)
+    expected = float8_rows.run(EmulatedProducts(RECIPES[recipe], wide_grad, packs_kept), *arguments)
+    kernels = Float8Products(recipe == "blockwise", wide_grad, packs_kept)
     first = poisoned(float8_rows.run, kernels, *arguments)
     torch.cuda.set_sync_debug_mode("error")
     second = float8_rows.run(kernels, *arguments)
