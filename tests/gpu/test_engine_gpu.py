@@ -22,7 +22,15 @@ NAME, ARGS = tiny.qwen3(num_shared_experts=1)
 ARGS = replace(
     ARGS, vocab_size=64, max_seq_len=SEQ, head_dim=64, dim=128, n_heads=2, n_kv_heads=2, hidden_dim=128, moe_inter_dim=64
 )
-LAYOUTS = {1: [Layout()], 2: [Layout(dp_shard=2), Layout(dp_shard=2, ep=2), Layout(tp=2), Layout(tp=2, ep=2)]}
+LAYOUTS = {
+    1: [Layout()],
+    2: [Layout(dp_shard=2), Layout(dp_shard=2, ep=2), Layout(tp=2), Layout(tp=2, ep=2)],
+    4: [Layout(tp=2, dp_shard=2, ep=4), Layout(tp=2, dp_shard=2, ep=2, etp=2), Layout(dp_replicate=2, dp_shard=2, ep=2)],
+    8: [
+        *(Layout(tp=2, dp_shard=4, ep=ep, etp=etp) for ep, etp in ((8, 1), (4, 2), (2, 1))),
+        *(Layout(dp_replicate=2, dp_shard=4, ep=ep) for ep in (4, 8)),
+    ],
+}
 # Relative errors of loss and gradient norm.
 BOUNDS = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (2e-3, 1e-2)}
 
