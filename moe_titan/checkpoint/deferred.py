@@ -58,18 +58,23 @@ class SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         data = super().resolve_data(write_item)
-        # A writer that copies from a GPU asks for several ahead, and gets them contiguous.
-        if not isinstance(data, Tensor) or data.is_contiguous() or torch.cuda.is_available():
+        if not isinstance(data, Tensor) or (write_item.index.fqn not in self._deferred and _is_written_as_it_is(data)):
             return data
-        # The writer would copy it into new memory each time, for whose pages the system takes longer than for the copy.
+        # What the writer copies, and what is made for it, it keeps until the file is whole: a copy of the state. Of tensors
+        # that are alike it keeps this one; and for new pages the system takes longer than for the copy.
         kind = (data.shape, data.dtype)
         if kind not in self._scratch:
-            self._scratch[kind] = torch.empty_like(data, memory_format=torch.contiguous_format)
+            self._scratch[kind] = torch.empty(data.shape, dtype=data.dtype)
         return self._scratch[kind].copy_(data)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         deferred = self._deferred.get(index.fqn)
         return super().lookup_object(index) if deferred is None else deferred.make()
+
+
+def _is_written_as_it_is(tensor: Tensor) -> bool:
+    """By torch's writer, which writes storages."""
+    return tensor.is_cpu and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _without_data(deferred: Deferred) -> Tensor:

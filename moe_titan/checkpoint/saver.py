@@ -57,7 +57,7 @@ class Saver:
         """
         self.settle()
         staged = self._background and not wait
-        writer = Writer(self._folder.aside(step), self._layout, self._checksums, staged, commit=lambda: self._folder.commit(step))
+        writer = Writer(self._folder.aside(step), self._layout, self._checksums, commit=lambda: self._folder.commit(step))
         planner = SavePlanner(self._staging.copy(state) if staged else state)
         self._current = _Save(step, self._thread.submit(self._save, planner, writer, self._group))
         if not staged:

@@ -40,10 +40,10 @@ class Staging:
         self._copied = state  # Memory of the other stream must not be used again before it has been read.
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        staged, offset = dict(state), 0
+        memory, staged, offset = memoryview(block.numpy()), dict(state), 0
         with torch.cuda.stream(self._stream):
             for key, tensor in tensors.items():
-                copy = block[offset : offset + tensor.nbytes].view(tensor.dtype).view(local(tensor.placed).shape)
+                copy = _part(memory, offset, tensor)
                 copy.copy_(tensor.make(), non_blocking=True)
                 staged[key] = placed_like(copy, tensor.placed)
                 offset += _room(tensor)
@@ -77,6 +77,14 @@ class Staging:
 
 def _deferred(value: Tensor | Deferred) -> Deferred:
     return value if isinstance(value, Deferred) else Deferred(value, value.dtype, partial(local, value))
+
+
+def _part(memory: memoryview, offset: int, tensor: Deferred) -> Tensor:
+    """Not a view of the whole, which a writer of storages would copy."""
+    shape = local(tensor.placed).shape
+    if not shape.numel():
+        return torch.empty(shape, dtype=tensor.dtype)
+    return torch.frombuffer(memory, dtype=tensor.dtype, count=shape.numel(), offset=offset).view(shape)
 
 
 def _room(tensor: Deferred) -> int:

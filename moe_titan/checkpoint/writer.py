@@ -18,9 +18,6 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from moe_titan.interchange.manifest import FileSum, Manifest, SummedFile, damage
 from moe_titan.interchange.metadata import METADATA
 
-COPY_AHEAD = 10_000_000
-"""Bytes that are on their way from a GPU while others are written."""
-
 
 class _Written(list[WriteResult]):
     """What a rank tells rank 0: what it has written, and the sums of its files."""
@@ -64,12 +61,12 @@ class Writer(FileSystemWriter):
     Args:
         path: a new folder.
         layout: parallel degrees, for the manifest.
-        staged: the tensors lie in host memory already.
         commit: called on rank 0 once everything has been written and is as long as it should be.
     """
 
-    def __init__(self, path: Path, layout: dict[str, int], checksums: bool, staged: bool, commit: Callable[[], None]):
-        super().__init__(path, per_thread_copy_ahead=0 if staged else COPY_AHEAD)
+    def __init__(self, path: Path, layout: dict[str, int], checksums: bool, commit: Callable[[], None]):
+        # Nothing ahead: the planner lends the same memory again and again.
+        super().__init__(path, per_thread_copy_ahead=0)
         self.fs = self._summing = _SummingFileSystem(checksums)
         self._folder, self._layout, self._commit = path, layout, commit
 
