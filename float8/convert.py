@@ -4,12 +4,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from torch import nn
 
 from float8.emulation import EmulatedLinear
 from float8.experts import EmulatedProducts, Float8Products
+from float8.head import EmulatedHead, RowwiseHead
 from float8.recipes import RECIPES
 from float8.transformer_engine import TransformerEngineExperts, TransformerEngineLinear
 from kernels.expert_mlp import Products
@@ -27,8 +29,8 @@ class Float8Options:
     blocks. ``expert_weight_grad_bf16``: the experts' weight gradient is not quantised. ``emulate``: compute on any machine what
     the recipe's kernels would, slowly. ``all_gather``: FSDP2 gathers weights in FP8 where one quantisation serves all products.
     ``dispatch``: tokens travel to the experts quantised. ``save_activations``: experts save their pre-activations for backward
-    quantised. ``keep_weights``: experts' weights are quantised once a step. ``backend``: torchao and our kernels, or Transformer
-    Engine.
+    quantised. ``keep_weights``: experts' weights are quantised once a step. ``head``: the output projection is in ``recipe`` too,
+    but for its weight's gradient. ``backend``: torchao and our kernels, or Transformer Engine.
     """
 
     recipe: str = "none"
@@ -43,6 +45,7 @@ class Float8Options:
     dispatch: bool = False
     keep_weights: bool = False
     save_activations: bool = False
+    head: bool = False
 
     @property
     def enabled(self) -> bool:
@@ -70,9 +73,10 @@ class Conversion:
 def convert(
     model: nn.Module, options: Float8Options, expert_tensor_parallel_degree: int = 1, parts: Mapping[str, Parts] | None = None
 ) -> Conversion:
-    """Converts the blocks' linear layers and experts, in place and under the same names, before any parallelism.
+    """Converts the blocks' linear layers and experts, and the head if asked to, in place and under the same names, before any
+    parallelism.
 
-    Never converted: router, embedding, norms, head, attention core.
+    Never converted: router, embedding, norms, attention core.
 
     Args:
         parts: into how many parts tensor parallelism will cut the two dimensions of linear layers' weights, by name of the layer.
@@ -96,6 +100,8 @@ def convert(
         else:
             _convert_module(model, name, module, recipe, options)
             result.converted[name] = recipe + (", emulated" if options.emulate else BACKENDS[options.backend])
+    if options.head:
+        result.converted["output"] = _convert_head(model.output, options, (parts or {}).get("output", (1, 1)))
     for key in ("recipe", "expert_recipe"):
         _check_converted(options, key, [name for name, _, other in candidates if other == key], result)
     return result
@@ -156,6 +162,16 @@ def _convert_module(model: nn.Module, name: str, module: nn.Module, recipe: str,
         linear = TorchaoLinear.of(module, recipe)
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, linear)
+
+
+def _convert_head(head: nn.Linear, options: Float8Options, parts: Parts) -> str:
+    """What the head is converted to."""
+    if reason := _untiled(head, options.recipe, parts):
+        what = "divide the vocabulary over fewer ranks, or set it to false" if parts[0] > 1 else "set it to false"
+        raise ValueError(f"float8.head = true: of the weight's sizes {reason}, which float8.recipe needs; {what}")
+    recipe = RECIPES[options.recipe]
+    head.products = partial(EmulatedHead, recipe=recipe) if options.emulate else RowwiseHead
+    return f"{options.recipe}, logits and input gradient" + (", emulated" if options.emulate else "")
 
 
 def expert_products(recipe: str, options: Float8Options) -> Products:

@@ -4,6 +4,8 @@ The logits of all tokens never exist, and no fp32 copy of any: a slice's logits 
 their gradient, from which the gradients of the projection follow at once. Backward only scales them.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import triton
@@ -57,7 +59,9 @@ def _partial_kernel(logits_ptr, labels_ptr, max_ptr, sum_ptr, target_ptr, V, str
 
 
 @triton.jit
-def _backward_kernel(logits_ptr, labels_ptr, lse_ptr, grad_ptr, V, stride_t, first, BLOCK_V: tl.constexpr):
+def _backward_kernel(
+    logits_ptr, labels_ptr, lse_ptr, grad_ptr, elements_ptr, factor_ptr, V, stride_t, first, BLOCK_V: tl.constexpr
+):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
     v_V = start + tl.arange(0, BLOCK_V)
@@ -66,7 +70,11 @@ def _backward_kernel(logits_ptr, labels_ptr, lse_ptr, grad_ptr, V, stride_t, fir
     prob_V = tl.exp(logit_V - tl.load(lse_ptr + t))
     column = tl.load(labels_ptr + t) - first
     grad_V = tl.where(v_V == column, prob_V - 1.0, prob_V) * tl.load(grad_ptr + t)
-    tl.store(ptr_V, grad_V.to(logits_ptr.dtype.element_ty), mask=v_V < V)
+    grad_V = grad_V.to(logits_ptr.dtype.element_ty)
+    tl.store(ptr_V, grad_V, mask=v_V < V)
+    if elements_ptr is not None:
+        scaled_V = tl.clamp(grad_V.to(tl.float32) * tl.load(factor_ptr + t), -448.0, 448.0)
+        tl.store(elements_ptr + t * V + v_V, scaled_V.to(tl.float8e4nv), mask=v_V < V)
 
 
 @torch.library.custom_op("moe_titan::partial_cross_entropy", mutates_args=())
@@ -110,16 +118,63 @@ def cross_entropy_backward_(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, 
         _launch_backward(logits_TV, labels_T, lse_T, grad_T, first)
 
 
-def _launch_backward(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int) -> None:
+def _launch_backward(
+    logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int,
+    elements_TV: Tensor | None = None, factor_T: Tensor | None = None,
+) -> None:  # fmt: skip
     T, V = logits_TV.shape
     if T:
         block = _block(V)
-        grid = (T, triton.cdiv(V, block))
-        _backward_kernel[grid](logits_TV, labels_T, lse_T, grad_T, V, logits_TV.stride(0), first, BLOCK_V=block, num_warps=8)
+        _backward_kernel[(T, triton.cdiv(V, block))](
+            logits_TV, labels_T, lse_T, grad_T, elements_TV, factor_T, V, logits_TV.stride(0), first,
+            BLOCK_V=block, num_warps=8,
+        )  # fmt: skip
+
+
+@torch.library.custom_op("moe_titan::cross_entropy_backward_fp8_", mutates_args=("logits_TV",))
+def cross_entropy_backward_fp8_(
+    logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int, factor_T: Tensor
+) -> Tensor:
+    """:func:`cross_entropy_backward_`, and what it writes times ``factor_T`` as E4M3 [T, V], larger numbers as the largest."""
+    elements_TV = logits_TV.new_empty(logits_TV.shape, dtype=torch.float8_e4m3fn)
+    if logits_TV.is_cuda:
+        _launch_backward(logits_TV, labels_T, lse_T, grad_T, first, elements_TV, factor_T)
+        return elements_TV
+    logits_TV.copy_(cross_entropy_backward_reference(logits_TV, labels_T, lse_T, grad_T, first))
+    return elements_TV.copy_((logits_TV.float() * factor_T[:, None]).clamp(-448, 448))
+
+
+@cross_entropy_backward_fp8_.register_fake
+def _(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int, factor_T: Tensor) -> Tensor:
+    return logits_TV.new_empty(logits_TV.shape, dtype=torch.float8_e4m3fn)
 
 
 def _block(V: int) -> int:
     return min(triton.next_power_of_2(V), 4096)
+
+
+class HeadProducts:
+    """The products of the projection's weight but for its own gradient, of which low-precision recipes have their own.
+
+    Made for one call, within which the weight does not change.
+    """
+
+    def __init__(self, weight_VD: Tensor):
+        self.weight_VD = weight_VD
+
+    def logits(self, h_TD: Tensor) -> Tensor:
+        return h_TD @ self.weight_VD.t()
+
+    def input_grad(
+        self, logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, high_T: Tensor, grad_T: Tensor, first: int
+    ) -> Tensor:
+        """The gradient of h [T, D], for which logits are replaced by theirs; see :func:`cross_entropy_backward_`.
+
+        Args:
+            high_T: the largest of the logits.
+        """
+        cross_entropy_backward_(logits_TV, labels_T, lse_T, grad_T, first)
+        return logits_TV @ self.weight_VD
 
 
 # Logits that exist at a time.
@@ -128,24 +183,25 @@ _SLICE = 1 << 29
 
 class _LinearCrossEntropySums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h_TD, weight_VD, labels_T, ignored: int, scales, group: ProcessGroup | None, differentiate: bool):
+    def forward(ctx, h_TD, weight_VD, labels_T, ignored: int, scales, group: ProcessGroup | None, products, differentiate: bool):
         wide = torch.promote_types(h_TD.dtype, torch.float32)
         first = 0 if group is None else group.rank() * len(weight_VD)
         slices = max(-(-len(labels_T) // len(scales) * len(weight_VD) // _SLICE), 1)
-        losses, grad_h_parts = [], []
+        losses, grad_h_parts, products = [], [], products(weight_VD)
         # Several slices add up in fp32; a single one needs no sum.
         whole = slices * len(scales) == 1
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=None if whole else wide) if differentiate else None
         for scale, part_TD, part_T in zip(scales, h_TD.chunk(len(scales)), labels_T.chunk(len(scales)), strict=True):
             loss = h_TD.new_zeros((), dtype=wide)
             for h_tD, labels_t in zip(part_TD.chunk(slices), part_T.chunk(slices), strict=True):
-                logits_tV = h_tD @ weight_VD.t()
-                lse_t, target_t = _reduced(*partial_cross_entropy(logits_tV, labels_t, first), group)
+                logits_tV = products.logits(h_tD)
+                high_t, *sums = partial_cross_entropy(logits_tV, labels_t, first)
+                lse_t, target_t = _reduced(high_t, *sums, group)
                 trained_t = labels_t != ignored
                 loss += torch.where(trained_t, lse_t - target_t, 0).sum()
                 if differentiate:
-                    cross_entropy_backward_(logits_tV, labels_t, lse_t, trained_t.to(wide) * scale, first)
-                    grad_h_parts.append(logits_tV @ weight_VD)
+                    grad_t = trained_t.to(wide) * scale
+                    grad_h_parts.append(products.input_grad(logits_tV, labels_t, lse_t, high_t, grad_t, first))
                     _add_product(grad_weight_VD, logits_tV.t(), h_tD)
             losses.append(loss)
         if differentiate:
@@ -157,7 +213,7 @@ class _LinearCrossEntropySums(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor, _):
         grad_h_TD, grad_weight_VD = ctx.saved_tensors
-        return grad_h_TD * grad, grad_weight_VD * grad, *[None] * 5
+        return grad_h_TD * grad, grad_weight_VD * grad, *[None] * 6
 
 
 def _add_product(sum_VD: Tensor, a_VT: Tensor, b_TD: Tensor) -> None:
@@ -171,7 +227,7 @@ def _add_product(sum_VD: Tensor, a_VT: Tensor, b_TD: Tensor) -> None:
 def _reduced(max_T: Tensor, sum_T: Tensor, target_T: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Log-sum-exp and label's logit over the whole vocabulary, from each rank's share."""
     if group is not None:
-        local_max_T = max_T.clone()
+        local_max_T, max_T = max_T, max_T.clone()
         dist.all_reduce(max_T, dist.ReduceOp.MAX, group=group)
         both_2T = torch.stack((sum_T * (local_max_T - max_T).exp(), target_T))
         dist.all_reduce(both_2T, group=group)
@@ -186,6 +242,7 @@ def linear_cross_entropy_sums(
     ignored: int,
     scales: tuple[float, ...],
     group: ProcessGroup | None = None,
+    products: Callable[[Tensor], HeadProducts] = HeadProducts,
 ) -> tuple[Tensor, Tensor]:
     """Sums over trained tokens of the negative log-likelihood of ``h @ weight^T``, in fp32 (fp64 for fp64 input), of each of N
     equally long parts of the T tokens, one behind the other. All parts share one gradient of the weight.
@@ -196,7 +253,9 @@ def linear_cross_entropy_sums(
         labels_T: [T] int64 in the whole vocabulary, ``ignored`` where not trained.
         scales: what the sum of each of the N parts counts for.
         group: ranks among which the vocabulary is cut; each returns the whole sums. None: not cut.
+        products: makes those of the weight.
     Returns:
         The scaled sums' sum, and, without gradient, the [N] sums themselves.
     """
-    return _LinearCrossEntropySums.apply(h_TD, weight_VD, labels_T, ignored, scales, group, torch.is_grad_enabled())
+    arguments = h_TD, weight_VD, labels_T, ignored, scales, group, products
+    return _LinearCrossEntropySums.apply(*arguments, torch.is_grad_enabled())

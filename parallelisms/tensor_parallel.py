@@ -87,9 +87,9 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def weight_parts(model: nn.Module, degree: int) -> dict[str, tuple[int, int]]:
-    """Into how many parts the two dimensions of the weights of blocks' linear layers are cut, by name of the layer."""
+    """Into how many parts the two dimensions of the weights of blocks' linear layers and of the head are cut, by name."""
     parts = {ColwiseParallel: (degree, 1), RowwiseParallel: (1, degree)}
-    return {
+    return {"output": (degree, 1)} | {
         f"{name}.{key}": parts.get(type(style), (1, 1))
         for name, block in blocks(model).items()
         for key, style in _block_plan(block).items()

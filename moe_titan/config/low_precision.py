@@ -36,6 +36,8 @@ def check_low_precision(config: Config) -> Iterator[str]:
         yield from _check_kept(config)
     if config.float8.save_activations:
         yield from _check_saved(config)
+    if config.float8.head:
+        yield from _check_head(config)
     if config.float8.emulate:
         return
     for name, recipe in recipes.items():
@@ -92,6 +94,14 @@ def _check_saved(config: Config) -> Iterator[str]:
         yield config.problem(name, f'{what}; set that to "none" or this to false')
 
 
+def _check_head(config: Config) -> Iterator[str]:
+    """Hardware and types are the recipe's matter."""
+    recipe = config.float8.recipe
+    if recipe == "none" or (recipe != "rowwise" and not config.float8.emulate):
+        what = f'needs float8.recipe = "rowwise", for which there are kernels, not {show(recipe)}'
+        yield config.problem("float8.head", f"{what}; choose that, any other with float8.emulate = true, or set it to false")
+
+
 def _check_dispatch(config: Config) -> Iterator[str]:
     name = "float8.dispatch"
     if config.float8.expert_recipe not in _PACKED:
@@ -114,7 +124,7 @@ def _check_transformer_engine(config: Config, recipes: dict[str, str]) -> Iterat
     if find_spec(PACKAGE) is None:
         cure = 'install it (pip install "transformer_engine[pytorch]") or set it to "native"'
         yield config.problem("float8.backend", f"the package {PACKAGE} is not installed; {cure}")
-    for name in ("emulate", "all_gather", "dispatch", "keep_weights", "save_activations", "expert_weight_grad_bf16"):
+    for name in ("emulate", "all_gather", "dispatch", "keep_weights", "save_activations", "head", "expert_weight_grad_bf16"):
         if config.get(f"float8.{name}"):
             yield config.problem(f"float8.{name}", 'must be false with float8.backend = "te", which does not have it')
     if config.moe.stash_factor is not None and "float8.expert_recipe" in recipes:

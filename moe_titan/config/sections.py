@@ -194,6 +194,7 @@ class Float8:
     save_activations: bool = key(
         False, "Save the experts' pre-activations for backward in FP8, as expert_recipe rowwise or blockwise quantises them"
     )
+    head: bool = key(False, "Compute the head's logits and the gradient of its input in recipe, too")
     dispatch: bool = key(False, "Send tokens to routed experts in FP8, as expert_recipe rowwise or blockwise quantises them")
 
 

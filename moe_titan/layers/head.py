@@ -1,12 +1,12 @@
 """The output projection, which gives the loss itself when it is told what to expect."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from kernels.cross_entropy import linear_cross_entropy_sums
+from kernels.cross_entropy import HeadProducts, linear_cross_entropy_sums
 from parallelisms.sharding_plan import local
 
 
@@ -19,6 +19,7 @@ class Head(nn.Linear):
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
         self.group: ProcessGroup | None = None
+        self.products: Callable[[Tensor], HeadProducts] = HeadProducts
         self._expected: tuple[Tensor, int, tuple[float, ...]] | None = None
 
     @contextmanager
@@ -40,4 +41,4 @@ class Head(nn.Linear):
         weight_VD = local(self.weight)
         if self._expected is None:
             return nn.functional.linear(h_BSD, weight_VD)
-        return linear_cross_entropy_sums(h_BSD.flatten(0, 1), weight_VD, *self._expected, self.group)
+        return linear_cross_entropy_sums(h_BSD.flatten(0, 1), weight_VD, *self._expected, self.group, self.products)

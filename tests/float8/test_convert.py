@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from layout_runs import relative_error
 from torch import nn
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 
@@ -64,6 +65,20 @@ def test_what_tiles_do_not_fit_is_left() -> None:
     assert "layers.1.attention.wkv_b: left, 12 not a multiple of 32\n" in result.table()
     assert "layers.*.attention.wkv_b: left, 12 not a multiple of 32 (2)" in result.summary().splitlines()
     assert "layers.*.attention.wq: mxfp8, emulated (2)" in result.summary().splitlines()
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_the_head_is_converted_if_asked(emulate) -> None:
+    model = build_model("qwen3", replace(tiny.qwen3()[1], vocab_size=96, dim=64, head_dim=16))
+    options = Float8Options("rowwise", head=True, emulate=emulate)
+    result = convert(model, options, parts=weight_parts(model, 2))
+    what = "rowwise, logits and input gradient" + emulate * ", emulated"
+    assert result.converted["output"] == what and f"output: {what}\n" in result.table()
+    weight_VD, h_TD = torch.randn(96, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+    logits_TV = model.output.products(weight_VD).logits(h_TD)
+    assert 1e-2 < relative_error(logits_TV.float().numpy(), (h_TD @ weight_VD.t()).float().numpy()) < 5e-2
+    with pytest.raises(ValueError, match="float8.head = true: of the weight's sizes 24 not a multiple of 16.*over fewer ranks"):
+        convert(model, options, parts=weight_parts(model, 4))
 
 
 def test_expert_width_is_that_of_a_rank() -> None:

@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
-from kernels import grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8
+from kernels import cross_entropy, grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8
 from kernels.grouped_mm import Tile
 
 
@@ -22,7 +22,7 @@ def errors() -> dict[str, float]:
 
 PACKED = ["pack_tokens", "spread_packed", "quantize_packed_columns"]
 EXACT = ["quantize_rows", "spread_rows_fp8", "quantize_columns", "quantize_tiles", *PACKED]
-ROUNDED = ["weighted_swiglu_fp8", "weighted_swiglu_fp8_backward"]
+ROUNDED = ["cross_entropy_backward_fp8", "weighted_swiglu_fp8", "weighted_swiglu_fp8_backward"]
 
 
 @pytest.mark.parametrize("kernel", EXACT + ROUNDED)
@@ -54,6 +54,8 @@ def test_quantisers_are_registered_correctly(blockwise) -> None:
     check(packed_tokens.spread_packed, (words, torch.arange(12).view(6, 2).flip(0), 12, 256, blockwise), test_utils=OPCHECKS)
     check(packed_tokens.quantize_packed_columns, (words, 256, ends, blockwise, torch.arange(7), 2), test_utils=OPCHECKS)
     check(quantize.quantize_tiles, (torch.randn(2, 256, 128), blockwise), test_utils=OPCHECKS)
+    head = torch.randn(4, 8).bfloat16(), torch.tensor([1, 7, -100, 8]), *torch.rand(2, 4), 0, torch.full((4,), 64.0)
+    check(cross_entropy.cross_entropy_backward_fp8_, head, test_utils=OPCHECKS)
     arguments = torch.randn(5, 2, 128), torch.rand(8), torch.tensor([6, 0, 3, 7, -1], dtype=torch.int32), torch.tensor([4])
     check(swiglu_fp8.weighted_swiglu_fp8, (*arguments, blockwise), test_utils=OPCHECKS)
     check(swiglu_fp8.weighted_swiglu_fp8_backward, (torch.randn(5, 128), *arguments, blockwise), test_utils=OPCHECKS)

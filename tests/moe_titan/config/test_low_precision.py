@@ -175,6 +175,16 @@ def test_activations_that_are_not_saved(flags, mode, message) -> None:
     assert load_config(argv, 1).float8.save_activations
 
 
+def test_a_head_without_kernels(gpu) -> None:
+    gpu("NVIDIA H200")
+    for flags in (["recipe=tensorwise"], ["expert_recipe=rowwise"]):
+        problem = refusal("head", *flags)
+        assert 'float8.head = true: needs float8.recipe = "rowwise", for which there are kernels, not' in problem
+    assert "float8.head = true: needs float8.recipe or float8.expert_recipe" in refusal("head")
+    for flags in (["recipe=rowwise"], ["recipe=nvfp4", "emulate"]):
+        assert load_config([*MOE, "--float8.head", *(f"--float8.{flag}" for flag in flags)], 1).float8.head
+
+
 def test_weights_of_fsdp_are_not_kept() -> None:
     with pytest.raises(ConfigError, match="needs experts on as many ranks as hold a replica"):
         load_config([*MOE, "--float8.expert_recipe=rowwise", "--float8.keep_weights"], 2)
