@@ -1,5 +1,7 @@
 """FP8 on Hopper: every kernel against its reference in poisoned memory, and the experts against the emulated recipe."""
 
+from functools import partial
+
 import float8_rows
 import pytest
 import torch
@@ -7,8 +9,10 @@ from torch import Tensor
 
 from benchmarks.moe_layer import relative_error
 from float8.experts import EmulatedProducts, Float8Products
+from float8.head import EmulatedHead, RowwiseHead
 from float8.recipes import RECIPES
 from kernels import grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8
+from kernels.cross_entropy import linear_cross_entropy_sums
 
 GROUPS = [1, 0, 7, 127, 129, 16, 0, 300, 513]
 RECIPE = pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
@@ -173,3 +177,25 @@ def test_experts_equal_emulated_ones(poisoned, recipe, wide_grad, packs_kept) ->
     torch.cuda.set_sync_debug_mode("default")
     assert all(map(torch.equal, first, second))
     assert not float8_rows.differing(first, expected)
+
+
+def test_head(poisoned) -> None:
+    """As its emulation, without waiting for the device."""
+    T, D, V = 333, 512, 151936
+    h_TD, weight_VD, labels_T = randn(T, D), randn(V, D) / 16, torch.randint(V, (T,), device="cuda")
+    labels_T[::7], h_TD[1, 3] = -100, 1e3
+    h_TD[2] = 8 * weight_VD[labels_T[2]]
+
+    def run(products) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (h_TD, weight_VD)]
+        loss, _ = linear_cross_entropy_sums(*leaves, labels_T, -100, (1.0,), None, products)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    expected = run(partial(EmulatedHead, recipe=RECIPES["rowwise"]))
+    first = poisoned(run, RowwiseHead)
+    torch.cuda.set_sync_debug_mode("error")
+    second = run(RowwiseHead)
+    torch.cuda.set_sync_debug_mode("default")
+    assert all(map(torch.equal, first, second))
+    for actual, wanted, bound in zip(first, expected, (1e-3, 1e-2, 1e-2), strict=True):
+        assert relative_error(actual, wanted) < bound
