@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from moe_titan.layers.expert_placement import ExpertPlacement
 from moe_titan.layers.load_balancer import LoadBalancer
 from moe_titan.layers.moe import MoE
 from moe_titan.layers.prediction import Further
-from moe_titan.layers.row_stash import RowStash
+from moe_titan.layers.row_stash import RowStash, row_bytes
 from moe_titan.models import attention_masks, build_model
 from moe_titan.optimizer import ShardedAdamW
 from moe_titan.step_result import Numbers, StepResult
@@ -235,7 +236,12 @@ class Engine:
         fixed = {experts: rows for experts, rows in even.items() if rows is not None}
         if not fixed:
             return None
-        stash = RowStash(self.parallel.stash_factor * sum(fixed.values()), self.capacity)
+        no_rows = torch.empty(0, 2, self.args.moe_inter_dim // self.mesh.layout.etp, dtype=self.parallel.param_dtype)
+        size = 0
+        for experts, rows in fixed.items():
+            kept = experts.products.keep(no_rows, torch.zeros(1, dtype=torch.int32))  # another kind of rows in some layers
+            size += ceil(self.parallel.stash_factor * rows) * row_bytes(kept)
+        stash = RowStash(size, self.capacity)
         for experts in fixed:
             experts.stash = stash
         return stash

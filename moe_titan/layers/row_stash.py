@@ -5,8 +5,6 @@ data. Loads of single layers are far from even, but a rank's sum over the layers
 than the even share. Megatron-Core calls it paged stashing (arXiv 2603.07685).
 """
 
-from math import ceil
-
 import torch
 from torch import Tensor
 
@@ -21,11 +19,11 @@ class RowStash:
     Rows that do not fit are left out, and ``capacity`` takes note of it; while its bounds are lifted nothing is stashed.
 
     Args:
-        rows: room for so many, of all layers together.
+        size: room for so many bytes, of all layers together; a row of any layer fits in.
     """
 
-    def __init__(self, rows: float, capacity: RowCapacity):
-        self._rows, self._capacity = ceil(rows), capacity
+    def __init__(self, size: int, capacity: RowCapacity):
+        self._size, self._capacity = size, capacity
         capacity.noted = True
         self._block: Tensor | None = None
         self._end: Tensor | None = None
@@ -35,14 +33,22 @@ class RowStash:
             self._end.zero_()
 
     def stash(self, rows: Tensor, num_rows: Tensor) -> Kept | None:
-        """See :func:`kernels.expert_mlp.expert_mlp`. All rows are alike in size and dtype."""
+        """See :func:`kernels.expert_mlp.expert_mlp`. A layer's rows are alike in size and dtype."""
         if self._capacity.is_lifted:
             return None
         if self._block is None:
-            self._block = rows.new_empty(self._rows, *rows.shape[1:])
+            self._block = rows.new_empty(self._size, dtype=torch.uint8)
             self._end = torch.zeros(1, dtype=torch.int64, device=rows.device)
-        first = self._end.clone()
-        stash_rows(rows.flatten(1), num_rows, self._block.flatten(1), first)
-        self._end += num_rows
-        self._capacity.note(self._end > self._rows)
-        return Kept(self._block, first)
+        width = row_bytes(rows)
+        room = self._size // width
+        block = self._block[: room * width].view(rows.dtype).view(room, *rows.shape[1:])
+        first = (self._end + width - 1) // width  # behind a layer whose rows have another width, too
+        stash_rows(rows.flatten(1), num_rows, block.flatten(1), first)
+        end = first + num_rows
+        self._capacity.note(end > room)
+        self._end = end * width
+        return Kept(block, first)
+
+
+def row_bytes(rows: Tensor) -> int:
+    return rows.itemsize * rows.shape[1:].numel()
