@@ -186,4 +186,5 @@ def expert_mlp(
         and the indices; rows and activation are made again.
     """
     indices = pair_R, row_NK, offsets_E
+    recompute = recompute or not torch.is_grad_enabled()  # then nothing is kept
     return _ExpertMLP.apply(x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, *indices, recompute, products, put_off, stash)

@@ -60,6 +60,6 @@ class GroupedExperts(nn.Module):
         """
         w13_e2FD, put_off = (local(self.w13), None) if held is None else (held.w13_e2FD, held.deferred.put_off)
         tokens_ND, weights_P, *indices, packed_NW = routed
-        stash = self.stash.stash if self.stash is not None and torch.is_grad_enabled() else None
+        stash = None if self.stash is None else self.stash.stash
         weights = w13_e2FD, local(self.w2), weights_P
         return self.mlp(tokens_ND, *weights, *indices, self.recompute, self.products, put_off, stash, packed_NW)

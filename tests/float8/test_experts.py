@@ -111,6 +111,18 @@ def test_saved_in_fp8(recipe) -> None:
     assert kept[0].nbytes == gate_up.nbytes and kept[1].nbytes == 8 * (256 + 64)
 
 
+@RECIPE
+def test_nothing_is_packed_without_gradients(recipe, monkeypatch) -> None:
+    """As in evaluation, which has no backward."""
+    values, index = inputs(256, 128)
+    [kind, _] = products(recipe, False, True)
+    leaves = [x.requires_grad_() for x in values]
+    expected = expert_mlp(*leaves, *index, products=kind)
+    monkeypatch.setattr(kind, "keep", None)
+    with torch.no_grad():
+        assert torch.equal(expert_mlp(*leaves, *index, products=kind)[: sum(SIZES)], expected[: sum(SIZES)])
+
+
 def error(actual: Tensor, expected: Tensor) -> float:
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
