@@ -89,7 +89,7 @@ def _check_saved(config: Config) -> Iterator[str]:
     if config.float8.expert_recipe not in _PACKED:
         recipe = show(config.float8.expert_recipe)
         yield config.problem(name, f"needs float8.expert_recipe {one_of(_PACKED)}, whose operands it saves, not {recipe}")
-    if recompute.mode == "full" or (recompute.mode == "selective" and recompute.selective_ac_option == "op"):
+    if recompute.mode == "full" or (recompute.mode == "selective" and recompute.selective_ac_option in ("op", "1")):
         what = f"has no effect with activation_checkpoint.mode = {show(recompute.mode)}, which makes pre-activations again"
         yield config.problem(name, f'{what}; set that to "none" or this to false')
 

@@ -158,16 +158,17 @@ def test_weights_that_cannot_be_kept(flags, message) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "mode", "message"),
+    ("recipe", "mode", "option", "message"),
     [
-        (["expert_recipe=mxfp8"], "none", 'needs float8.expert_recipe one of "rowwise", "blockwise", whose operands it saves'),
-        (["expert_recipe=rowwise"], "selective", 'has no effect with activation_checkpoint.mode = "selective"'),
-        (["expert_recipe=blockwise"], "full", 'has no effect with activation_checkpoint.mode = "full"'),
+        ("mxfp8", "none", "op", 'needs float8.expert_recipe one of "rowwise", "blockwise", whose operands it saves'),
+        ("rowwise", "selective", "op", 'has no effect with activation_checkpoint.mode = "selective"'),
+        ("rowwise", "selective", "1", 'has no effect with activation_checkpoint.mode = "selective"'),
+        ("blockwise", "full", "2", 'has no effect with activation_checkpoint.mode = "full"'),
     ],
 )
-def test_activations_that_are_not_saved(flags, mode, message) -> None:
-    by_op = "--activation_checkpoint.selective_ac_option=op"
-    argv = [*MOE, by_op, *(f"--float8.{flag}" for flag in ("emulate", "save_activations", *flags))]
+def test_activations_that_are_not_saved(recipe, mode, option, message) -> None:
+    flags = "emulate", "save_activations", f"expert_recipe={recipe}"
+    argv = [*MOE, f"--activation_checkpoint.selective_ac_option={option}", *(f"--float8.{flag}" for flag in flags)]
     with pytest.raises(ConfigError, match=re.escape(f"float8.save_activations = true: {message}")):
         load_config([*argv, f"--activation_checkpoint.mode={mode}"], 1)
     every_other = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
