@@ -128,6 +128,8 @@ def kept(config: Config, args: Any) -> int:
         R = config.moe.stash_factor * N * args.moe_args.top_k / config.parallelism.expert_parallel_degree
     D, shared = args.dim, args.moe_args.num_shared_experts * args.moe_inter_dim
     query_key, value = head_dims(args)
+    # In FP8 a number takes one byte of two.
+    numbers = R * F if config.float8.save_activations else 2 * R * F
     per_layer = {
         # The layer's input.
         "full": T * D,
@@ -135,7 +137,7 @@ def kept(config: Config, args: Any) -> int:
         # experts, the tokens that came from all ranks.
         "selective": T * (4 * D + args.n_heads * value + (shared + D if shared else 0)) + N * D,
         # Besides: queries, keys and values, before and after rotation; all of the shared and routed experts' pre-activations.
-        "none": T * (6 * D + args.n_heads * 2 * (query_key + value) + 3 * shared) + N * D + 2 * R * F,
+        "none": T * (6 * D + args.n_heads * 2 * (query_key + value) + 3 * shared) + N * D + numbers,
     }
     return int(2 * args.n_layers * per_layer[config.activation_checkpoint.mode])
 

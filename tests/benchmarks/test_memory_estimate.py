@@ -29,6 +29,8 @@ def test_one_gpu_has_no_fsdp():
     assert found.kept == 3 * 2 * (T * (6 * D + 32 * 4 * 128) + 8 * T * 2 * F)
     assert found.at_work == 2 * 8 * T * (3 * D + 4 * F)
     assert found.total == found.states + found.kept + found.at_work
+    saved = "--float8.expert_recipe", "rowwise", "--float8.save_activations", "--float8.emulate"
+    assert found.kept - qwen3(1, 3, "--activation_checkpoint.mode", "none", *saved).kept == 3 * 2 * 8 * T * F
 
 
 @pytest.mark.parametrize(
