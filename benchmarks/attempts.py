@@ -53,6 +53,7 @@ def chosen(text: str, known: list[str]) -> list[str]:
         argparse.ArgumentTypeError: one of those in ``text`` begins no name.
     """
     beginnings = text.split(",")
-    if unknown := [each for each in beginnings if not any(name.startswith(each) for name in known)]:
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; choose from {', '.join(known)}, or how they begin")
+    if unknown := [each for each in beginnings if not each or not any(name.startswith(each) for name in known)]:
+        named = ", ".join(map(repr, unknown))
+        raise argparse.ArgumentTypeError(f"unknown {named}; choose from {', '.join(known)}, or how they begin")
     return [name for name in known if name.startswith(tuple(beginnings))]

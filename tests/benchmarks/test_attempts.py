@@ -44,5 +44,6 @@ def test_nothing_begins_late() -> None:
 def test_names_and_their_beginnings() -> None:
     known = ["mla-4", "mla-1", "qwen3-4"]
     assert chosen("mla", known) == ["mla-4", "mla-1"] and chosen("qwen3-4,mla-1", known) == ["mla-1", "qwen3-4"]
-    with pytest.raises(argparse.ArgumentTypeError, match="unknown gpt; choose from mla-4, mla-1, qwen3-4"):
-        chosen("mla,gpt", known)
+    for unknown in ("gpt", ""):  # nothing is the beginning of every name
+        with pytest.raises(argparse.ArgumentTypeError, match=f"unknown '{unknown}'; choose from mla-4, mla-1, qwen3-4"):
+            chosen(f"mla,{unknown}", known)

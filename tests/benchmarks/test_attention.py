@@ -132,7 +132,7 @@ def test_options(capsys) -> None:
     assert len(attention.parse_options(["--commit", "abc"]).cases) == len(attention.CASES) == 8
     with pytest.raises(SystemExit, match="2"):
         attention.parse_options(["--cases", "gpt"])
-    assert "--cases: unknown gpt; choose from qwen3-4x4096" in capsys.readouterr().err
+    assert "--cases: unknown 'gpt'; choose from qwen3-4x4096" in capsys.readouterr().err
 
 
 def test_without_a_gpu() -> None:

@@ -108,4 +108,4 @@ def test_options(capsys) -> None:
     assert cross_entropy.parse_options(["--commit", "abc"]).cases == ["qwen3", "deepseek_v3"]
     with pytest.raises(SystemExit, match="2"):
         cross_entropy.parse_options(["--cases", "llama"])
-    assert "--cases: unknown llama; choose from qwen3, deepseek_v3" in capsys.readouterr().err
+    assert "--cases: unknown 'llama'; choose from qwen3, deepseek_v3" in capsys.readouterr().err
