@@ -50,7 +50,8 @@ def test_quantisers_are_registered_correctly(blockwise) -> None:
     check(quantize.quantize_columns, (x, ends, blockwise), test_utils=OPCHECKS)
     check(quantize.quantize_columns, (x, ends, blockwise, torch.arange(7), 2), test_utils=OPCHECKS)
     words = packed_tokens.pack_tokens(x, blockwise)
-    check(packed_tokens.pack_tokens, (x, blockwise), test_utils=OPCHECKS)
+    for num_rows in (None, torch.tensor([4])):
+        check(packed_tokens.pack_tokens, (x, blockwise, num_rows), test_utils=OPCHECKS)
     check(packed_tokens.spread_packed, (words, torch.arange(12).view(6, 2).flip(0), 12, 256, blockwise), test_utils=OPCHECKS)
     check(packed_tokens.quantize_packed_columns, (words, 256, ends, blockwise, torch.arange(7), 2), test_utils=OPCHECKS)
     check(quantize.quantize_tiles, (torch.randn(2, 256, 128), blockwise), test_utils=OPCHECKS)
@@ -59,6 +60,8 @@ def test_quantisers_are_registered_correctly(blockwise) -> None:
     arguments = torch.randn(5, 2, 128), torch.rand(8), torch.tensor([6, 0, 3, 7, -1], dtype=torch.int32), torch.tensor([4])
     check(swiglu_fp8.weighted_swiglu_fp8, (*arguments, blockwise), test_utils=OPCHECKS)
     check(swiglu_fp8.weighted_swiglu_fp8_backward, (torch.randn(5, 128), *arguments, blockwise), test_utils=OPCHECKS)
+    stashed = torch.randn(5, 128), packed_tokens.pack_tokens(torch.randn(9, 256), blockwise), *arguments[1:], blockwise
+    check(swiglu_fp8.weighted_swiglu_fp8_backward, (*stashed, torch.tensor([2])), test_utils=OPCHECKS)
 
 
 @pytest.mark.parametrize(("blockwise", "N", "K"), [(False, 144, 80), (True, 256, 128)])
