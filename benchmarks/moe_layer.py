@@ -75,6 +75,7 @@ SHAPES = {
     "qwen3-32k": Shape(D=2048, F=768, E=128, K=8, T=32768),
     "v2-lite": Shape(D=2048, F=1408, E=64, K=6, T=16384),
     "v3": Shape(D=7168, F=2048, E=32, K=8, T=8192),
+    "v3-proxy": Shape(D=7168, F=2048, E=32, K=8, T=4096),  # the shape at which HybridEP publishes a layer over 8 GPUs
 }
 
 
