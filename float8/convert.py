@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch import nn
 
+from float8.blockwise_linear import BlockwiseLinear
 from float8.emulation import EmulatedLinear
 from float8.experts import EmulatedProducts, Float8Products
 from float8.head import EmulatedHead, RowwiseHead
@@ -156,6 +157,8 @@ def _convert_module(model: nn.Module, name: str, module: nn.Module, recipe: str,
         linear: nn.Linear = TransformerEngineLinear(module, recipe)
     elif options.emulate:
         linear = EmulatedLinear(module, RECIPES[recipe])
+    elif recipe == "blockwise":
+        linear = BlockwiseLinear(module)
     else:
         from float8.torchao_linear import TorchaoLinear  # slow to import
 

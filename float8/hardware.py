@@ -9,11 +9,14 @@ CAPABILITY: dict[str, tuple[int, int]] = {
 }
 """Compute capability from which on tensor cores multiply a recipe's operands (9.0: Hopper, 10.0: Blackwell)."""
 
-KERNELS: dict[str, tuple[str, ...]] = {"linears": ("tensorwise", "rowwise"), "experts": ("rowwise", "blockwise")}
+KERNELS: dict[str, tuple[str, ...]] = {
+    "linears": ("tensorwise", "rowwise", "blockwise"),
+    "experts": ("rowwise", "blockwise"),
+}
 """Recipes that there are kernels for; all others need emulation."""
 
-HOPPER_ONLY = ("experts",)
-"""Parts whose kernels are for compute capability 9.0 alone."""
+HOPPER_ONLY: dict[str, tuple[str, ...]] = {"linears": ("blockwise",), "experts": KERNELS["experts"]}
+"""Those whose kernels are for compute capability 9.0 alone."""
 
 TILE = 16
 """What the number of tokens must be a multiple of for the kernels of linear layers, which sum over it in the weight gradient."""
@@ -21,9 +24,8 @@ TILE = 16
 
 def runnable(part: str, capability: tuple[int, int] | None) -> list[str]:
     """Recipes that run without emulation for "linears" or "experts" on a GPU of the given capability, None for no GPU."""
-    if part in HOPPER_ONLY and capability != (9, 0):
-        return []
-    return [recipe for recipe in KERNELS[part] if supports(recipe, capability)]
+    elsewhere = () if capability == (9, 0) else HOPPER_ONLY[part]
+    return [recipe for recipe in KERNELS[part] if supports(recipe, capability) and recipe not in elsewhere]
 
 
 def supports(recipe: str, capability: tuple[int, int] | None) -> bool:

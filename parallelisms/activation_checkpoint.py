@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import kernels.document_attention  # noqa: F401  (registers the op that is saved)
+import float8.blockwise_linear  # noqa: F401  (registers an op that is saved)
+import kernels.document_attention  # noqa: F401  (and another)
 from parallelisms.blocks import blocks
 from parallelisms.routing import replay_contexts
 
@@ -24,7 +25,13 @@ SAVED_OPS = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_gather_into_tensor.default,
 }
-MATMULS = {aten.mm.default, aten.addmm.default, aten.linear.default}
+MATMULS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.linear.default,
+    aten._scaled_mm.default,
+    torch.ops.moe_titan.blockwise_linear.default,
+}
 
 
 def checkpoint_blocks(model: nn.Module, every: int) -> None:

@@ -120,6 +120,8 @@ W2 = "layers.0.moe.experts.w2"
         (Float8Options("tensorwise"), Layout(dp_shard=2, ep=2), "none"),
         (Float8Options("tensorwise"), ONE, "selective"),
         (Float8Options("rowwise", head=True), Layout(tp=2, dp_shard=2), "none"),
+        (Float8Options("blockwise"), Layout(tp=2, dp_shard=2), "selective"),
+        (Float8Options("blockwise", "blockwise"), ONE, "compiled"),
         (Float8Options("tensorwise"), Layout(tp=2, dp_shard=2), "compiled"),
         (Float8Options(expert_recipe="rowwise"), Layout(tp=2, etp=2), "none"),
         (Float8Options(expert_recipe="blockwise", expert_weight_grad_bf16=True), Layout(dp_shard=2, ep=2), "selective"),
@@ -133,7 +135,7 @@ W2 = "layers.0.moe.experts.w2"
 )
 def test_kernels_and_emulation_agree(pool, options, layout, recompute) -> None:
     """torch has the linear layers' product on the CPU too, where the experts' are their references."""
-    model = qwen3(128 if options.expert_recipe == "blockwise" else 32)
+    model = qwen3({"blockwise": 256}.get(options.recipe) or {"blockwise": 128}.get(options.expert_recipe, 32))
     vars(model[1])["vocab_size"] = 64  # of which the head's kernels take parts
     compiled = {"compile_backend": "aot_eager"} if recompute == "compiled" else {"recompute": recompute}
     parallel = {"param_dtype": torch.bfloat16} | compiled

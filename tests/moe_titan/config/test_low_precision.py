@@ -43,13 +43,15 @@ def test_hardware_is_named_with_what_runs_there(gpu) -> None:
             problem = refusal(f"recipe={recipe}")
             assert f'float8.recipe = "{recipe}": {device} cannot multiply it; set float8.emulate = true' in problem
     gpu("NVIDIA H200")
-    choices = 'use one of "tensorwise", "rowwise", which run there, or set float8.emulate = true'
+    choices = 'use one of "tensorwise", "rowwise", "blockwise", which run there, or set float8.emulate = true'
     for recipe in ("mxfp8", "nvfp4"):
         problem = refusal(f"recipe={recipe}", f"expert_recipe={recipe}")
         device = "NVIDIA H200 (compute capability 9.0) cannot multiply it"
         assert f'float8.recipe = "{recipe}": {device}; {choices}' in problem
         expert_choices = 'use one of "rowwise", "blockwise", which run there, or set float8.emulate = true'
         assert f'float8.expert_recipe = "{recipe}": {device}; {expert_choices}' in problem
+    gpu("NVIDIA B200")
+    choices = 'use one of "tensorwise", "rowwise", which run there'
     assert f"has no kernels for linears yet; {choices}" in refusal("recipe=blockwise")
 
 
@@ -58,6 +60,11 @@ def test_what_has_kernels_runs(gpu, name) -> None:
     gpu(name)
     for recipe in ("tensorwise", "rowwise"):
         assert load_config([*MOE, f"--float8.recipe={recipe}"], 1).float8.recipe == recipe
+
+
+def test_blockwise_linear_layers_have_kernels_on_hopper(gpu) -> None:
+    gpu("NVIDIA H200")
+    assert load_config([*MOE, "--float8.recipe=blockwise"], 1).float8.recipe == "blockwise"
 
 
 def test_experts_have_kernels_on_hopper(gpu) -> None:
