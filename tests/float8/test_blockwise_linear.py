@@ -29,8 +29,10 @@ def test_equals_its_emulation(rows, compiled) -> None:
     for actual, expected in zip(found, gradients(EmulatedLinear(linear, RECIPES["blockwise"]), x, grad), strict=True):
         assert actual.shape == expected.shape and actual.dtype == expected.dtype
         assert relative_error(actual.float().numpy(), expected.float().numpy()) < 2e-3
-    plain = gradients(linear, x, grad)
-    assert all(1e-3 < relative_error(a.float().numpy(), b.float().numpy()) < 5e-2 for a, b in zip(found, plain, strict=True))
+    errors = [
+        relative_error(a.float().numpy(), b.float().numpy()) for a, b in zip(found, gradients(linear, x, grad), strict=True)
+    ]
+    assert errors[0] > 1e-3 and max(errors) < 5e-2  # a weight gradient of one row has a scale for each of its numbers
 
 
 def test_ops_are_registered_correctly() -> None:
