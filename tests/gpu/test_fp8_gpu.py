@@ -5,9 +5,11 @@ from functools import partial
 import float8_rows
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.moe_layer import relative_error
+from float8.blockwise_linear import BlockwiseLinear
+from float8.emulation import EmulatedLinear
 from float8.experts import EmulatedProducts, Float8Products
 from float8.head import EmulatedHead, RowwiseHead
 from float8.recipes import RECIPES
@@ -199,3 +201,24 @@ def test_head(poisoned) -> None:
     assert all(map(torch.equal, first, second))
     for actual, wanted, bound in zip(first, expected, (1e-3, 1e-2, 1e-2), strict=True):
         assert relative_error(actual, wanted) < bound
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blockwise_linear_layer(compiled) -> None:
+    """As its emulation, compiled in one graph, and without waiting for the device."""
+    linear = nn.Linear(512, 384, bias=False, device="cuda", dtype=torch.bfloat16)
+    x, grad = randn(3, 333, 512).requires_grad_(), randn(3, 333, 384)
+
+    def gradients(layer: nn.Module) -> list[Tensor]:
+        y = layer(x)
+        return [y.detach(), *torch.autograd.grad(y, [x, layer.weight], grad)]
+
+    expected = gradients(EmulatedLinear(linear, RECIPES["blockwise"]))
+    layer = BlockwiseLinear(linear)
+    layer = torch.compile(layer, fullgraph=True) if compiled else layer
+    gradients(layer)
+    torch.cuda.set_sync_debug_mode("error")
+    found = gradients(layer)
+    torch.cuda.set_sync_debug_mode("default")
+    for actual, wanted in zip(found, expected, strict=True):
+        assert relative_error(actual, wanted) < 1e-2
