@@ -189,8 +189,7 @@ class _LinearCrossEntropySums(torch.autograd.Function):
         slices = max(-(-len(labels_T) // len(scales) * len(weight_VD) // _SLICE), 1)
         losses, grad_h_parts, products = [], [], products(weight_VD)
         # Several slices add up in fp32; a single one needs no sum.
-        whole = slices * len(scales) == 1
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=None if whole else wide) if differentiate else None
+        dtype, grad_weight_VD = weight_VD.dtype if slices * len(scales) == 1 else wide, None
         for scale, part_TD, part_T in zip(scales, h_TD.chunk(len(scales)), labels_T.chunk(len(scales)), strict=True):
             loss = h_TD.new_zeros((), dtype=wide)
             for h_tD, labels_t in zip(part_TD.chunk(slices), part_T.chunk(slices), strict=True):
@@ -202,26 +201,31 @@ class _LinearCrossEntropySums(torch.autograd.Function):
                 if differentiate:
                     grad_t = trained_t.to(wide) * scale
                     grad_h_parts.append(products.input_grad(logits_tV, labels_t, lse_t, high_t, grad_t, first))
-                    _add_product(grad_weight_VD, logits_tV.t(), h_tD)
+                    grad_weight_VD = _add_product(grad_weight_VD, logits_tV.t(), h_tD, dtype)
             losses.append(loss)
         if differentiate:
-            ctx.save_for_backward(torch.cat(grad_h_parts), grad_weight_VD.to(weight_VD.dtype))
+            ctx.save_for_backward(torch.cat(grad_h_parts), grad_weight_VD)
+            ctx.dtype = weight_VD.dtype
         sums_N = torch.stack(losses)
         ctx.mark_non_differentiable(sums_N)
         return sum(scale * loss for scale, loss in zip(scales, losses, strict=True)), sums_N
 
     @staticmethod
     def backward(ctx, grad: Tensor, _):
-        grad_h_TD, grad_weight_VD = ctx.saved_tensors
-        return grad_h_TD * grad, grad_weight_VD * grad, *[None] * 6
+        grad_h_TD, sum_VD = ctx.saved_tensors
+        # In one pass, rounded once.
+        grad_weight_VD = torch.mul(sum_VD, grad, out=torch.empty_like(sum_VD, dtype=ctx.dtype))
+        return grad_h_TD * grad, grad_weight_VD, *[None] * 6
 
 
-def _add_product(sum_VD: Tensor, a_VT: Tensor, b_TD: Tensor) -> None:
-    """``sum += a @ b``; on a GPU in the product's own epilogue, unrounded."""
-    if sum_VD.is_cuda and sum_VD.dtype != a_VT.dtype:
-        torch.addmm(sum_VD, a_VT, b_TD, out_dtype=sum_VD.dtype, out=sum_VD)
-    else:
-        sum_VD += a_VT @ b_TD
+def _add_product(sum_VD: Tensor | None, a_VT: Tensor, b_TD: Tensor, dtype: torch.dtype) -> Tensor:
+    """``sum + a @ b`` in the sum's place, or the product alone; on a GPU in the product's own epilogue, unrounded."""
+    if a_VT.is_cuda and dtype != a_VT.dtype:
+        if sum_VD is None:
+            return torch.mm(a_VT, b_TD, out_dtype=dtype)
+        return torch.addmm(sum_VD, a_VT, b_TD, out_dtype=dtype, out=sum_VD)
+    product_VD = (a_VT @ b_TD).to(dtype)
+    return product_VD if sum_VD is None else sum_VD.add_(product_VD)
 
 
 def _reduced(max_T: Tensor, sum_T: Tensor, target_T: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
