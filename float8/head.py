@@ -56,6 +56,8 @@ def _factors(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, high_T: Tensor,
 
 
 def _product(a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    if not a_MK.is_cuda:
+        return ((a_MK.float() * a_scale[:, None]) @ (b_NK.float() * b_scale[:, None]).t()).to(dtype)
     scales = {"scale_a": a_scale[:, None], "scale_b": b_scale[None]}
     return torch._scaled_mm(a_MK, b_NK.t(), **scales, out_dtype=dtype, use_fast_accum=fast)
 
