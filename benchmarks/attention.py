@@ -20,10 +20,7 @@ printed above, and "late" for what would have begun later than --seconds after t
 has been compiled is found again by the next run on the same machine. Everything is written to OUT/attention.json.
 """
 
-import argparse
-import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -42,12 +39,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from triton.testing import do_bench
 
-from benchmarks import environment
-from benchmarks.attempts import Unable, attempt, chosen
+from benchmarks.attempts import Unable, measure_all
 from benchmarks.moe_layer import aligned, relative_error
 from kernels.document_attention import document_attention, find_documents
 
-ROOT = Path(__file__).resolve().parents[1]
 ERROR = 1e-2  # at most
 
 
@@ -197,9 +192,9 @@ def check(problem: Problem, attention: Attention) -> dict[str, Any]:
     return {"errors": errors, "same_bits": all(map(torch.equal, results, problem.results(attention)))}
 
 
-def measure(problem: Problem, build: Callable[[Problem], Attention]) -> dict[str, Any]:
+def measure(problem: Problem, run: str) -> dict[str, Any]:
     """What :func:`check` finds, and of both passes ms and TFLOP/s."""
-    attention, case = build(problem), problem.case
+    attention, case = RUNS[run](problem), problem.case
     found = check(problem, attention)
     out, bench = attention(*problem.qkv), partial(do_bench, warmup=20, rep=100, return_mode="median")
     runs = {
@@ -240,39 +235,12 @@ def _row(entry: dict[str, Any]) -> list[str]:
     return row + [f"{max(entry['errors'].values()):.1e}", "yes" if entry["same_bits"] else "no"]
 
 
-def parse_options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--cases",
-        type=partial(chosen, known=list(CASES)),
-        default=",".join(CASES),
-        help=f"drawn from {', '.join(CASES)}, or how some of them begin",
-    )
-    parser.add_argument("--seconds", type=float, default=45, help="start no run later than this")
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs/benchmarks/attention", help="folder for the results")
-    parser.add_argument("--commit", default=environment.commit(), help="where the folder is no git checkout")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str]) -> int:
-    options = parse_options(argv)
-    if not torch.cuda.is_available():
-        print("benchmarks/attention.py measures a GPU, and torch finds none", file=sys.stderr)
-        return 2
-    deadline = time.monotonic() + options.seconds
-    report = environment.report(["python", "benchmarks/attention.py", *argv], options.commit)
-    print(f"{environment.heading(report)}\n", flush=True)
-    torch.manual_seed(0)
-    options.out.mkdir(parents=True, exist_ok=True)
-    problems, entries = {name: Problem(CASES[name]) for name in options.cases}, []
     # So that a backward pass of flex attention can be timed many times over.
     with torch._functorch.config.patch(donated_buffer=False):
-        for run, build in RUNS.items():
-            for name, problem in problems.items():
-                entries.append(attempt(name, run, partial(measure, problem, build), deadline, line))
-                (options.out / "attention.json").write_text(json.dumps(report | {"results": entries}, indent=1) + "\n")
-    print(f"\n{table(entries)}")
-    return int(any(entry["reason"] not in (None, "late") for entry in entries if entry["run"] == "ours"))
+        return measure_all(
+            argv, "attention", __doc__, list(CASES), list(RUNS), lambda case: Problem(CASES[case]), measure, line, table
+        )
 
 
 if __name__ == "__main__":

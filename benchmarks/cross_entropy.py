@@ -19,10 +19,7 @@ A word in place of figures: "missing" (not installed, or not in this torch), "wr
 above, and "late" for what would have begun later than --seconds after the start. Everything is written to OUT/cross_entropy.json.
 """
 
-import argparse
-import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -37,12 +34,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from triton.testing import do_bench
 
-from benchmarks import environment
-from benchmarks.attempts import Unable, attempt, chosen
+from benchmarks.attempts import Unable, measure_all
 from benchmarks.moe_layer import MIB, aligned
 from kernels.cross_entropy import linear_cross_entropy_sums
 
-ROOT = Path(__file__).resolve().parents[1]
 IGNORED = -100
 ERROR = 0.05  # at most
 SLICES = 8
@@ -200,34 +195,10 @@ def _row(entry: dict[str, Any]) -> list[str]:
     return row + [f"{entry['peak_bytes'] / MIB:,.0f}", *(f"{error:.1e}" for error in entry["errors"].values())]
 
 
-def parse_options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--cases", type=partial(chosen, known=list(CASES)), default=",".join(CASES), help=f"drawn from {', '.join(CASES)}"
-    )
-    parser.add_argument("--seconds", type=float, default=45, help="start no run later than this")
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs/benchmarks/cross_entropy", help="folder for the results")
-    parser.add_argument("--commit", default=environment.commit(), help="where the folder is no git checkout")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str]) -> int:
-    options = parse_options(argv)
-    if not torch.cuda.is_available():
-        print("benchmarks/cross_entropy.py measures a GPU, and torch finds none", file=sys.stderr)
-        return 2
-    deadline = time.monotonic() + options.seconds
-    report = environment.report(["python", "benchmarks/cross_entropy.py", *argv], options.commit)
-    print(f"{environment.heading(report)}\n", flush=True)
-    torch.manual_seed(0)
-    options.out.mkdir(parents=True, exist_ok=True)
-    problems, entries = {name: Problem(CASES[name]) for name in options.cases}, []
-    for run in RUNS:
-        for name, problem in problems.items():
-            entries.append(attempt(name, run, partial(measure, problem, run), deadline, line))
-            (options.out / "cross_entropy.json").write_text(json.dumps(report | {"results": entries}, indent=1) + "\n")
-    print(f"\n{table(entries)}")
-    return int(any(entry["reason"] not in (None, "late") for entry in entries if entry["run"] == "ours"))
+    return measure_all(
+        argv, "cross_entropy", __doc__, list(CASES), list(RUNS), lambda case: Problem(CASES[case]), measure, line, table
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Training steps of moe_titan beside stock torchtitan 0.2.2: same machine, shape, text and settings.
 
-python benchmarks/train_step.py --shape A|B [--gpus 2] [--layers N] [--routing forced] [--runs ours,torchtitan,...]
+python benchmarks/train_step.py --shape A|B [--gpus 2] [--layers N] [--batch 4] [--routing forced] [--runs ours,torchtitan,...]
     [-- --section.key value ...]
 
 Shape A is train_configs/qwen3_30b_a3b_12l.toml, shape B train_configs/deepseek_v3_16b_12l.toml, of 12 layers each; on one

@@ -90,7 +90,7 @@ def convert(
     for text in options.filter_fqns:
         if not any(text in name for name in names):
             raise ValueError(f'float8.filter_fqns: "{text}" is part of no name that a recipe could convert: {_kinds(names)}')
-    result = Conversion()
+    result, by_what = Conversion(), ", emulated" if options.emulate else BACKENDS[options.backend]
     for name, module, key in candidates:
         recipe = getattr(options, key)
         reason = _exempt(name, len(model.layers), options) or _untiled(
@@ -100,9 +100,10 @@ def convert(
             result.left[name] = reason
         else:
             _convert_module(model, name, module, recipe, options)
-            result.converted[name] = recipe + (", emulated" if options.emulate else BACKENDS[options.backend])
+            result.converted[name] = recipe + by_what
     if options.head:
-        result.converted["output"] = _convert_head(model.output, options, (parts or {}).get("output", (1, 1)))
+        _convert_head(model.output, options, (parts or {}).get("output", (1, 1)))
+        result.converted["output"] = f"{options.recipe}, logits and input gradient{by_what}"
     for key in ("recipe", "expert_recipe"):
         _check_converted(options, key, [name for name, _, other in candidates if other == key], result)
     return result
@@ -167,14 +168,12 @@ def _convert_module(model: nn.Module, name: str, module: nn.Module, recipe: str,
     setattr(model.get_submodule(parent), leaf, linear)
 
 
-def _convert_head(head: nn.Linear, options: Float8Options, parts: Parts) -> str:
-    """What the head is converted to."""
+def _convert_head(head: nn.Linear, options: Float8Options, parts: Parts) -> None:
     if reason := _untiled(head, options.recipe, parts):
         what = "divide the vocabulary over fewer ranks, or set it to false" if parts[0] > 1 else "set it to false"
         raise ValueError(f"float8.head = true: of the weight's sizes {reason}, which float8.recipe needs; {what}")
     recipe = RECIPES[options.recipe]
     head.products = partial(EmulatedHead, recipe=recipe) if options.emulate else RowwiseHead
-    return f"{options.recipe}, logits and input gradient" + (", emulated" if options.emulate else "")
 
 
 def expert_products(recipe: str, options: Float8Options) -> Products:

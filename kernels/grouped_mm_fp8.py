@@ -6,19 +6,12 @@ multiplies; scales of 128 numbers each take kernels of our own, which add up the
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.grouped_mm import Tile, _programs
-from kernels.grouped_mm_fp8_kernels import (
-    _grouped_mm_blockwise_kernel,
-    _weight_grad_blockwise_kernel,
-)
-from kernels.quantize import BLOCK, E4M3
+from kernels.quantize import BLOCK
 
 _BLOCKWISE_TILE = Tile(128, 256, 128, 8, 4)
 _WEIGHT_GRAD_TILE = Tile(128, 256, 128, 8, 4)
-_GLUON = {E4M3: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
 def grouped_mm_fp8_reference(
@@ -54,29 +47,6 @@ def grouped_mm_fp8_weight_grad_reference(
     return out_ENK
 
 
-def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, [*block], gl.NVMMASharedLayout.get_default_for([*block], _GLUON[x.dtype]))
-
-
-def _options(tile: Tile) -> dict[str, int]:
-    """How the kernels run: with one or two consumers beside the warps that load, and an even share of the registers."""
-    consumers = tile.n // BLOCK
-    threads = 128 * (consumers + 1) * tile.programs
-    return {"CONSUMERS": consumers, "STAGES": tile.stages, "num_warps": 4, "maxnreg": 65536 // threads // 8 * 8}
-
-
-def _launch_grouped_mm(
-    a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, tile: Tile, programs: int
-) -> Tensor:
-    (R, K), (E, N, _) = a_RK.shape, b_ENK.shape
-    out_RN = a_RK.new_empty(R, N, dtype=torch.bfloat16)
-    _grouped_mm_blockwise_kernel[(programs,)](
-        _descriptor(a_RK, BLOCK, BLOCK), _descriptor(b_ENK.flatten(0, 1), BLOCK, BLOCK), _descriptor(out_RN, 64, 64),
-        a_scale, b_scale, out_RN, offsets_E, E, K, N, R, **_options(tile),
-    )  # fmt: skip
-    return out_RN
-
-
 @torch.library.custom_op("moe_titan::tiled_grouped_mm_fp8", mutates_args=())
 def tiled_grouped_mm_fp8(
     a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, tile: list[int]
@@ -86,25 +56,14 @@ def tiled_grouped_mm_fp8(
     operands = a_RK, a_scale, b_ENK, b_scale, offsets_E
     if not a_RK.is_cuda:
         return grouped_mm_fp8_reference(*operands, True)
-    return _launch_grouped_mm(*operands, Tile(*tile), _programs(a_RK, Tile(*tile)))
+    from kernels.grouped_mm_fp8_launch import launch_grouped_mm  # an experimental part of Triton, needed nowhere else
+
+    return launch_grouped_mm(*operands, Tile(*tile), _programs(a_RK, Tile(*tile)))
 
 
 @tiled_grouped_mm_fp8.register_fake
 def _(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, tile: list[int]) -> Tensor:
     return a_RK.new_empty(len(a_RK), b_ENK.shape[1], dtype=torch.bfloat16)
-
-
-def _launch_weight_grad(
-    grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, tile: Tile, programs: int
-) -> Tensor:
-    N, K, E = len(grad_NW), len(a_KW), len(ends_E)
-    out_ENK = a_KW.new_empty(E, N, K, dtype=torch.bfloat16)
-    _weight_grad_blockwise_kernel[(programs,)](
-        _descriptor(grad_NW, BLOCK, BLOCK), _descriptor(a_KW, BLOCK, BLOCK),
-        _descriptor(grad_scale, 1, BLOCK), _descriptor(a_scale, 1, BLOCK),
-        _descriptor(out_ENK.flatten(0, 1), 64, 64), ends_E, E, N, K, **_options(tile),
-    )  # fmt: skip
-    return out_ENK
 
 
 @torch.library.custom_op("moe_titan::tiled_grouped_mm_fp8_weight_grad", mutates_args=())
@@ -115,7 +74,9 @@ def tiled_grouped_mm_fp8_weight_grad(
     operands = grad_NW, grad_scale, a_KW, a_scale, ends_E
     if not a_KW.is_cuda:
         return grouped_mm_fp8_weight_grad_reference(*operands, True)
-    return _launch_weight_grad(*operands, Tile(*tile), _programs(a_KW, Tile(*tile)))
+    from kernels.grouped_mm_fp8_launch import launch_weight_grad
+
+    return launch_weight_grad(*operands, Tile(*tile), _programs(a_KW, Tile(*tile)))
 
 
 @tiled_grouped_mm_fp8_weight_grad.register_fake

@@ -72,11 +72,15 @@ def _expert_data_ranks(config: Config) -> int:
     return replica // gcd(replica, degrees.expert_parallel_degree * degrees.expert_tensor_parallel_degree)
 
 
-def _check_kept(config: Config) -> Iterator[str]:
-    name = "float8.keep_weights"
+def _check_packed(config: Config, name: str, why: str) -> Iterator[str]:
     if config.float8.expert_recipe not in _PACKED:
         recipe = show(config.float8.expert_recipe)
-        yield config.problem(name, f"needs float8.expert_recipe {one_of(_PACKED)}, whose weights it keeps, not {recipe}")
+        yield config.problem(name, f"needs float8.expert_recipe {one_of(_PACKED)}, {why}, not {recipe}")
+
+
+def _check_kept(config: Config) -> Iterator[str]:
+    name = "float8.keep_weights"
+    yield from _check_packed(config, name, "whose weights it keeps")
     if config.float8.emulate:
         yield config.problem(name, "needs float8.emulate = false: emulated products round weights where they use them")
     if _expert_data_ranks(config) > 1:
@@ -86,9 +90,7 @@ def _check_kept(config: Config) -> Iterator[str]:
 
 def _check_saved(config: Config) -> Iterator[str]:
     name, recompute = "float8.save_activations", config.activation_checkpoint
-    if config.float8.expert_recipe not in _PACKED:
-        recipe = show(config.float8.expert_recipe)
-        yield config.problem(name, f"needs float8.expert_recipe {one_of(_PACKED)}, whose operands it saves, not {recipe}")
+    yield from _check_packed(config, name, "whose operands it saves")
     if recompute.mode == "full" or (recompute.mode == "selective" and recompute.selective_ac_option in ("op", "1")):
         what = f"has no effect with activation_checkpoint.mode = {show(recompute.mode)}, which makes pre-activations again"
         yield config.problem(name, f'{what}; set that to "none" or this to false')
@@ -104,9 +106,7 @@ def _check_head(config: Config) -> Iterator[str]:
 
 def _check_dispatch(config: Config) -> Iterator[str]:
     name = "float8.dispatch"
-    if config.float8.expert_recipe not in _PACKED:
-        recipe = show(config.float8.expert_recipe)
-        yield config.problem(name, f"needs float8.expert_recipe {one_of(_PACKED)}, whose operands it sends, not {recipe}")
+    yield from _check_packed(config, name, "whose operands it sends")
     if config.moe.dispatcher not in _SENDS_PACKED:
         yield config.problem(name, f"needs moe.dispatcher {one_of(_SENDS_PACKED)}, not {show(config.moe.dispatcher)}")
     if config.parallelism.expert_parallel_degree * config.parallelism.expert_tensor_parallel_degree == 1:

@@ -1,12 +1,15 @@
 """benchmarks/attempts.py: what failed or came too late, and why."""
 
 import argparse
+import json
 import time
+from functools import partial
 
 import pytest
 import torch
 
-from benchmarks.attempts import Unable, attempt, chosen
+from benchmarks.attempts import Unable, attempt, chosen, measure_all, parse_options
+from benchmarks.attention import CASES
 
 
 def failing(error: Exception):
@@ -47,3 +50,35 @@ def test_names_and_their_beginnings() -> None:
     for unknown in ("gpt", ""):  # nothing is the beginning of every name
         with pytest.raises(argparse.ArgumentTypeError, match=f"unknown '{unknown}'; choose from mla-4, mla-1, qwen3-4"):
             chosen(f"mla,{unknown}", known)
+
+
+def test_options(capsys) -> None:
+    parse = partial(parse_options, name="attention", doc=None, cases=list(CASES))
+    options = parse(["--cases", "mla-1x16384,qwen3-4x4096-d", "--commit", "abc"])
+    assert options.cases == ["qwen3-4x4096-documents", "mla-1x16384", "mla-1x16384-documents"]
+    assert len(parse(["--commit", "abc"]).cases) == len(CASES) == 8
+    with pytest.raises(SystemExit, match="2"):
+        parse(["--cases", "gpt"])
+    assert "--cases: unknown 'gpt'; choose from qwen3-4x4096" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("lost", "code", "reasons"), [("peer", 0, [None, "wrong"]), ("ours", 1, ["wrong", None])])
+def test_every_run_of_every_case(monkeypatch, tmp_path, capsys, lost, code, reasons) -> None:
+    """Failures go by; those of ours are in the exit code. What has been measured is in the file."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr("benchmarks.environment.report", lambda command, commit: {"command": command, "commit": commit})
+    monkeypatch.setattr("benchmarks.environment.heading", lambda report: " ".join(report["command"]))
+
+    def measure(problem: str, run: str) -> dict[str, str]:
+        if (problem, run) == ("B", lost):
+            raise Unable("wrong")
+        return {"what": problem + run}
+
+    argv = ["--commit", "abc", "--out", str(tmp_path)]
+    assert measure_all(argv, "name", None, ["a", "b"], ["ours", "peer"], str.upper, measure, str, str) == code
+    entries = json.loads((tmp_path / "name.json").read_text())["results"]
+    assert [entry["run"] + entry["case"] for entry in entries] == ["oursa", "oursb", "peera", "peerb"]
+    assert [entry.get("what") for entry in entries if entry["case"] == "a"] == ["Aours", "Apeer"]
+    assert [entry["reason"] for entry in entries if entry["case"] == "b"] == reasons
+    assert "python benchmarks/name.py --commit abc" in capsys.readouterr().out

@@ -126,15 +126,6 @@ def test_table() -> None:
     )
 
 
-def test_options(capsys) -> None:
-    options = attention.parse_options(["--cases", "mla-1x16384,qwen3-4x4096-d", "--commit", "abc"])
-    assert options.cases == ["qwen3-4x4096-documents", "mla-1x16384", "mla-1x16384-documents"]
-    assert len(attention.parse_options(["--commit", "abc"]).cases) == len(attention.CASES) == 8
-    with pytest.raises(SystemExit, match="2"):
-        attention.parse_options(["--cases", "gpt"])
-    assert "--cases: unknown 'gpt'; choose from qwen3-4x4096" in capsys.readouterr().err
-
-
 def test_without_a_gpu() -> None:
     command = [sys.executable, "benchmarks/attention.py", "--commit", "abc"]
     result = subprocess.run(command, cwd=ROOT, env={"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)

@@ -102,10 +102,3 @@ def test_table() -> None:
         "45.50 ms, 671 TFLOP/s, peak 3,072 MiB; weight gradient bf16, fp32 sums; "
         "errors loss 1.0e-06, tokens 2.5e-03, weight 3.5e-03"
     )
-
-
-def test_options(capsys) -> None:
-    assert cross_entropy.parse_options(["--commit", "abc"]).cases == ["qwen3", "deepseek_v3"]
-    with pytest.raises(SystemExit, match="2"):
-        cross_entropy.parse_options(["--cases", "llama"])
-    assert "--cases: unknown 'llama'; choose from qwen3, deepseek_v3" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 the ops as PyTorch sees them."""
 
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
-from kernels import cross_entropy, grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8
+from kernels import cross_entropy, grouped_mm_fp8, grouped_mm_fp8_launch, packed_tokens, quantize, swiglu_fp8
 from kernels.grouped_mm import Tile
 
 
@@ -127,21 +128,27 @@ class Recorded:
         return launch
 
 
-@pytest.mark.parametrize("product", ["_launch_grouped_mm", "_launch_weight_grad"])
+def test_gluon_is_imported_for_its_kernels_alone() -> None:
+    """It is an experimental part of Triton, without which everything else is to run."""
+    code = "import sys; sys.modules['triton.experimental.gluon'] = None; import moe_titan.trainer, kernels.grouped_mm_fp8"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("product", ["launch_grouped_mm", "launch_weight_grad"])
 @pytest.mark.parametrize("tile", [Tile(128, 256, 128, 8, 4), Tile(128, 128, 128, 4, 3, 2)])
 def test_gluon_kernels_fit_a_multiprocessor(monkeypatch, tmp_path, product, tile) -> None:
     """As they are launched, compiled for Hopper: nothing spills, and as many programs as the tile asks for find room."""
-    name = {"_launch_grouped_mm": "_grouped_mm_blockwise_kernel", "_launch_weight_grad": "_weight_grad_blockwise_kernel"}[product]
-    kernel, launched = getattr(grouped_mm_fp8, name), Recorded()
-    monkeypatch.setattr(grouped_mm_fp8, name, launched)
+    name = {"launch_grouped_mm": "_grouped_mm_blockwise_kernel", "launch_weight_grad": "_weight_grad_blockwise_kernel"}[product]
+    kernel, launched = getattr(grouped_mm_fp8_launch, name), Recorded()
+    monkeypatch.setattr(grouped_mm_fp8_launch, name, launched)
     ends, x_RK = offsets([3, 130]), torch.randn(133, 256)
-    if product == "_launch_grouped_mm":
+    if product == "launch_grouped_mm":
         weights = quantize.quantize_weights(torch.randn(2, 384, 256), True, False)
         operands = *quantize.quantize_rows(x_RK, ends[-1:], True), *weights, ends
     else:
         operands = *quantize.quantize_columns(torch.randn(133, 384), ends, True)[:2], *quantize.quantize_columns(x_RK, ends, True)
-    out = getattr(grouped_mm_fp8, product)(*operands, tile, 7)
-    assert launched.grid == (7,) and out.shape == ((133, 384) if product == "_launch_grouped_mm" else (2, 384, 256))
+    out = getattr(grouped_mm_fp8_launch, product)(*operands, tile, 7)
+    assert launched.grid == (7,) and out.shape == ((133, 384) if product == "launch_grouped_mm" else (2, 384, 256))
 
     options = dict(launched.options)
     constants = {key: options.pop(key) for key in ("CONSUMERS", "STAGES")}
