@@ -20,9 +20,9 @@ from benchmarks.trace_summary import read_events
 PRODUCTS = {
     **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_grouped_mm", "aten::_scaled_grouped_mm"), (0, 1, -1)),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm"), (1, 2, -1)),
-    **dict.fromkeys(("moe_titan::tiled_grouped_mm", "moe_titan::tiled_grouped_mm_weight_grad"), (0, 1, -1)),
-    "moe_titan::tiled_grouped_mm_fp8": (0, 2, -2),
-    "moe_titan::tiled_grouped_mm_fp8_weight_grad": (0, 2, 0),
+    **dict.fromkeys(("moe_titan::grouped_mm", "moe_titan::grouped_mm_weight_grad"), (0, 1, -1)),
+    "moe_titan::grouped_mm_fp8": (0, 2, -2),
+    "moe_titan::grouped_mm_fp8_weight_grad": (0, 2, 0),
 }
 
 

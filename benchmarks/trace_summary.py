@@ -14,7 +14,7 @@ from typing import Any
 _KINDS = {
     "communication": "nccl|nvshmem|symm_mem",
     "dispatch": "^push_(tokens|sums)_kernel",
-    "grouped GEMM": "grouped|groupproblemshape|ptrarray|^_(weight_grad|copy_tails)_kernel",
+    "grouped GEMM": "grouped|groupproblemshape|ptrarray|^_weight_grad_",
     "attention": "flash|fmha|sdpa|attention|attn",
     "GEMM": "gemm|nvjet|cutlass|cublas|xmma|splitk",
     "optimizer, foreach": "adam|multi_tensor",

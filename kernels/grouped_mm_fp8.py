@@ -1,17 +1,15 @@
 """Grouped matrix products of FP8 operands, as :mod:`kernels.grouped_mm` of bf16: ragged groups, offsets on the device.
 
-Operands are those of :mod:`kernels.quantize`. Where a scale belongs to all that is summed over, ``torch._scaled_grouped_mm``
-multiplies; scales of 128 numbers each take kernels of our own, which add up the products of such blocks in fp32.
+Operands are those of :mod:`kernels.quantize`. Where a scale belongs to all that is summed over, tensor cores keep the sums over a
+dimension of the model; with scales of 128 numbers each, or over rows, products of 128 numbers are added up in fp32. Kernels are
+our own on Hopper; elsewhere ``torch._scaled_grouped_mm`` multiplies operands with a scale a row.
 """
 
 import torch
 from torch import Tensor
 
-from kernels.grouped_mm import Tile, _programs
+from kernels.grouped_mm import runs_our_kernels
 from kernels.quantize import BLOCK
-
-_BLOCKWISE_TILE = Tile(128, 256, 128, 8, 4)
-_WEIGHT_GRAD_TILE = Tile(128, 256, 128, 8, 4)
 
 
 def grouped_mm_fp8_reference(
@@ -47,40 +45,46 @@ def grouped_mm_fp8_weight_grad_reference(
     return out_ENK
 
 
-@torch.library.custom_op("moe_titan::tiled_grouped_mm_fp8", mutates_args=())
-def tiled_grouped_mm_fp8(
-    a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, tile: list[int]
-) -> Tensor:
-    """:func:`grouped_mm_fp8`, blockwise, as a Gluon kernel with a tile of 128 rows, one or two times 128 columns (4 warps each)
-    and a depth of 128."""
-    operands = a_RK, a_scale, b_ENK, b_scale, offsets_E
+@torch.library.custom_op("moe_titan::grouped_mm_fp8", mutates_args=())
+def _grouped_mm_fp8(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, blockwise: bool) -> Tensor:
     if not a_RK.is_cuda:
-        return grouped_mm_fp8_reference(*operands, True)
-    from kernels.grouped_mm_fp8_launch import launch_grouped_mm  # an experimental part of Triton, needed nowhere else
+        return grouped_mm_fp8_reference(a_RK, a_scale, b_ENK, b_scale, offsets_E, blockwise)
+    b_EKN = b_ENK.transpose(1, 2)
+    if not blockwise and not runs_our_kernels(a_RK.device):
+        return torch._scaled_grouped_mm(
+            a_RK, b_EKN, a_scale, b_scale, offs=offsets_E, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    from kernels.grouped_mm_launch import launch_grouped_mm, launch_grouped_mm_blockwise
 
-    return launch_grouped_mm(*operands, Tile(*tile), _programs(a_RK, Tile(*tile)))
+    if blockwise:
+        return launch_grouped_mm_blockwise(a_RK, a_scale, b_ENK, b_scale, offsets_E)
+    return launch_grouped_mm(a_RK, b_EKN, offsets_E, a_scale, b_scale)
 
 
-@tiled_grouped_mm_fp8.register_fake
-def _(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, tile: list[int]) -> Tensor:
+@_grouped_mm_fp8.register_fake
+def _(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, blockwise: bool) -> Tensor:
     return a_RK.new_empty(len(a_RK), b_ENK.shape[1], dtype=torch.bfloat16)
 
 
-@torch.library.custom_op("moe_titan::tiled_grouped_mm_fp8_weight_grad", mutates_args=())
-def tiled_grouped_mm_fp8_weight_grad(
-    grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, tile: list[int]
+@torch.library.custom_op("moe_titan::grouped_mm_fp8_weight_grad", mutates_args=())
+def _grouped_mm_fp8_weight_grad(
+    grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, blockwise: bool
 ) -> Tensor:
-    """:func:`grouped_mm_fp8_weight_grad`, blockwise, as a Gluon kernel with a tile as of :func:`tiled_grouped_mm_fp8`."""
     operands = grad_NW, grad_scale, a_KW, a_scale, ends_E
     if not a_KW.is_cuda:
-        return grouped_mm_fp8_weight_grad_reference(*operands, True)
-    from kernels.grouped_mm_fp8_launch import launch_weight_grad
+        return grouped_mm_fp8_weight_grad_reference(*operands, blockwise)
+    if not blockwise and not runs_our_kernels(a_KW.device):
+        return torch._scaled_grouped_mm(
+            grad_NW, a_KW.t(), grad_scale.flatten(), a_scale.flatten(),
+            offs=ends_E, out_dtype=torch.bfloat16, use_fast_accum=False,
+        )  # fmt: skip
+    from kernels.grouped_mm_launch import launch_weight_grad_fp8
 
-    return launch_weight_grad(*operands, Tile(*tile), _programs(a_KW, Tile(*tile)))
+    return launch_weight_grad_fp8(*operands, blockwise)
 
 
-@tiled_grouped_mm_fp8_weight_grad.register_fake
-def _(grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, tile: list[int]) -> Tensor:
+@_grouped_mm_fp8_weight_grad.register_fake
+def _(grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, blockwise: bool) -> Tensor:
     return a_KW.new_empty(len(ends_E), len(grad_NW), len(a_KW), dtype=torch.bfloat16)
 
 
@@ -96,15 +100,7 @@ def grouped_mm_fp8(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor
     """
     if not len(a_RK):
         return a_RK.new_empty(0, b_ENK.shape[1], dtype=torch.bfloat16)
-    operands = a_RK, a_scale, b_ENK, b_scale, offsets_E
-    if not a_RK.is_cuda:
-        return grouped_mm_fp8_reference(*operands, blockwise)
-    if blockwise:
-        return tiled_grouped_mm_fp8(*operands, list(_BLOCKWISE_TILE))
-    # Sums over a dimension of the model are short enough for the tensor cores' own, which keep 14 bits.
-    return torch._scaled_grouped_mm(
-        a_RK, b_ENK.transpose(1, 2), a_scale, b_scale, offs=offsets_E, out_dtype=torch.bfloat16, use_fast_accum=True
-    )
+    return _grouped_mm_fp8(a_RK, a_scale, b_ENK, b_scale, offsets_E, blockwise)
 
 
 def grouped_mm_fp8_weight_grad(
@@ -118,11 +114,4 @@ def grouped_mm_fp8_weight_grad(
         a_KW: [K, W], the same of the other operand.
         ends_E: [E] int32, the end of each group in W.
     """
-    operands = grad_NW, grad_scale, a_KW, a_scale, ends_E
-    if not a_KW.is_cuda:
-        return grouped_mm_fp8_weight_grad_reference(*operands, blockwise)
-    if blockwise:
-        return tiled_grouped_mm_fp8_weight_grad(*operands, list(_WEIGHT_GRAD_TILE))
-    return torch._scaled_grouped_mm(
-        grad_NW, a_KW.t(), grad_scale.flatten(), a_scale.flatten(), offs=ends_E, out_dtype=torch.bfloat16, use_fast_accum=False
-    )
+    return _grouped_mm_fp8_weight_grad(grad_NW, grad_scale, a_KW, a_scale, ends_E, blockwise)

@@ -1,167 +1,311 @@
-"""The Triton kernels of :mod:`kernels.grouped_mm`."""
+"""Grouped products whose sums stay in the tensor cores' registers, in Gluon, for Hopper: bf16, and FP8 with a scale a row.
 
-import triton
-import triton.language as tl
+See :mod:`kernels.ring_kernels`. Consumers have 64 rows of a tile each, which reads less shared memory than columns of their own
+would, and share the right operand's 256 columns. A consumer keeps a finished tile in bf16, two numbers a register, and stores it
+when its next tile's first product is under way: tensor cores wait for no store.
+"""
 
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-@triton.jit
-def _halves(x_MN):
-    """The left and the right half of the columns: to store one after the other needs half of the shared memory on the way out."""
-    HALF: tl.constexpr = x_MN.shape[1] // 2
-    return tl.split(tl.permute(tl.reshape(x_MN, (x_MN.shape[0], 2, HALF)), (0, 2, 1)))
-
-
-@triton.jit
-def _store_rows(out_desc, out_ptr, out_MN, row, end, n, N):
-    """Whole tiles go out asynchronously; the last of a group is cut off where the next group begins."""
-    BLOCK_M: tl.constexpr = out_MN.shape[0]
-    BLOCK_N: tl.constexpr = out_MN.shape[1]
-    if row + BLOCK_M <= end:
-        out_desc.store([row, n], out_MN)
-    else:
-        row_M, n_N = (row + tl.arange(0, BLOCK_M)).to(tl.int64), n + tl.arange(0, BLOCK_N)
-        tl.store(out_ptr + row_M[:, None] * N + n_N[None, :], out_MN, mask=(row_M < end)[:, None] & (n_N < N)[None, :])
-
-
-@triton.jit
-def _store_tile(out_desc, out_ptr, total_MN, row, end, n, N, HALVES: tl.constexpr):
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if HALVES:
-        left_MN, right_MN = _halves(total_MN)
-        _store_rows(out_desc, out_ptr, left_MN.to(dtype), row, end, n, N)
-        _store_rows(out_desc, out_ptr, right_MN.to(dtype), row, end, n + total_MN.shape[1] // 2, N)
-    else:
-        _store_rows(out_desc, out_ptr, total_MN.to(dtype), row, end, n, N)
-
-
-@triton.jit
-def _row_tiles(offsets_ptr, E, E_P: tl.constexpr, BLOCK_M: tl.constexpr):
-    """How many tiles of rows the groups have up to each, and the row at which tile 0 would stand if all were of that group."""
-    e_E = tl.arange(0, E_P)
-    start_E = tl.load(offsets_ptr + e_E - 1, mask=(e_E > 0) & (e_E < E), other=0)
-    tiles_E = tl.cdiv(tl.load(offsets_ptr + e_E, mask=e_E < E, other=0) - start_E, BLOCK_M)
-    tiles_E = tl.where(e_E < E, tiles_E, 0)
-    last_E = tl.cumsum(tiles_E, axis=0)
-    return last_E, start_E - (last_E - tiles_E) * BLOCK_M, tl.sum(tiles_E)
+from kernels.ring_kernels import (
+    BLOCK,
+    CONSUMERS,
+    HALF,
+    ONE_WARP,
+    draw,
+    drawn,
+    end_tiles,
+    first_tile,
+    halves,
+    halves_of,
+    hand_over,
+    make_ring,
+    next_stage,
+    pair,
+    rows_layout,
+    store_block,
+    take_over,
+)
 
 
-@triton.jit
-def _place_of_tile(m, last_E, first_row_E, offsets_ptr, BLOCK_M: tl.constexpr):
-    """The group of the m-th tile of rows, its first row, and where the group ends."""
-    e = tl.sum((last_E <= m).to(tl.int32))
-    row = tl.sum(tl.where(tl.arange(0, last_E.shape[0]) == e, first_row_E, 0)) + m * BLOCK_M
-    return e, row, tl.load(offsets_ptr + e)
+@gluon.constexpr_function
+def sums_layout(columns, dtype):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // dtype.primitive_bitwidth])
 
 
-@triton.jit
+@gluon.jit
+def _zeros(LEFT_ROWS: gl.constexpr, COLUMNS: gl.constexpr, dtype: gl.constexpr):
+    return gl.zeros([LEFT_ROWS, COLUMNS], gl.float32, sums_layout(COLUMNS, dtype))
+
+
+@gluon.jit
+def _operands(ring, stage, consumer, TURNED: gl.constexpr):
+    """Left [rows, depth] and right [depth, columns] of a stage; TURNED says of each whether its depth lies first in memory."""
+    right, left = ring[0].index(stage), ring[1].index(stage * CONSUMERS + consumer)
+    if len(right.shape) == 3:
+        right = right.reshape([right.shape[1], right.shape[2]])
+    return left.permute((1, 0)) if TURNED[0] else left, right if TURNED[1] else right.permute((1, 0))
+
+
+@gluon.jit
+def _begin(ring, stage, consumer, total_MN, TURNED: gl.constexpr):
+    """Has the first product of a tile computed, whose stage is full."""
+    left, right = _operands(ring, stage, consumer, TURNED)
+    total_MN = warpgroup_mma(left, right, total_MN, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(1, deps=[total_MN])
+
+
+@gluon.jit
+def _finish(ring, stage, phase, steps, consumer, total_MN, TURNED: gl.constexpr):
+    """Adds the other steps, each begun before the one ahead of it is done. The sums, and the stage and the phase after them."""
+    full, empty = ring[2], ring[3]
+    last = stage
+    stage, phase = next_stage(stage, phase)
+    for _ in range(1, steps):
+        mbarrier.wait(full.index(stage), phase)
+        left, right = _operands(ring, stage, consumer, TURNED)
+        total_MN = warpgroup_mma(left, right, total_MN, is_async=True)
+        total_MN = warpgroup_mma_wait(1, deps=[total_MN])
+        mbarrier.arrive(empty.index(last))
+        last = stage
+        stage, phase = next_stage(stage, phase)
+    total_MN = warpgroup_mma_wait(0, deps=[total_MN])
+    mbarrier.arrive(empty.index(last))
+    return total_MN, stage, phase
+
+
+@gluon.jit
+def _skip(ring, stage, phase, steps):
+    for _ in range(steps):
+        mbarrier.wait(ring[2].index(stage), phase)
+        mbarrier.arrive(ring[3].index(stage))
+        stage, phase = next_stage(stage, phase)
+    return stage, phase
+
+
+@gluon.jit
+def _pack(total_MN):
+    """To bf16, two columns a number. As numbers of 16 bits they would take twice the registers while they wait."""
+    even_MN, odd_MN = gl.split(gl.reshape(total_MN, (total_MN.shape[0], total_MN.shape[1] // 2, 2)))
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even_MN, odd_MN], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _store(out, consumer, packed_MN, row, end, n, N):
+    """Stores a packed tile in blocks of 64 columns, whole ones through two places in turn; row, end and n of none are 0."""
+    room, out_desc, out_ptr = out
+    WIDTH: gl.constexpr = HALF // 2
+    if row < end:
+        for i in gl.static_range(2):
+            quarters = halves(halves(packed_MN)[i])
+            for j in gl.static_range(2):
+                place = room.index(consumer * 2 + j)
+                store_block(out_desc, out_ptr, place, quarters[j], row, end, n // 2 + (2 * i + j) * WIDTH, N // 2, 1)
+
+
+@gluon.jit
+def _load_rows(ring, operands, counter_ptr, offsets_ptr, E, K, N, TURNED: gl.constexpr):
+    b_ring, a_ring, full, empty, known = ring
+    b_desc, a_desc = operands
+    BYTES: gl.constexpr = b_desc.block_type.nbytes + CONSUMERS * a_desc.block_type.nbytes
+    ROWS: gl.constexpr = a_desc.block_type.shape[0]
+    DEPTH: gl.constexpr = a_desc.block_type.shape[1]
+    COLUMNS: gl.constexpr = b_desc.block_type.shape[2 if TURNED[1] else 1]
+    tiles_N = gl.cdiv(N, COLUMNS)
+    number = gl.full([32], 0, gl.int32, ONE_WARP)
+    stage, phase, begin, passed, tile = 0, 0, 0, 0, first_tile(counter_ptr)
+    for e in range(E):
+        end = gl.load(offsets_ptr + e)
+        tiles = gl.cdiv(end - begin, BLOCK) * tiles_N
+        while tile < tiles:
+            # Whatever is read outside of the group or the matrix is not stored.
+            row, n = begin + tile // tiles_N * BLOCK, tile % tiles_N * COLUMNS
+            hand_over(ring, stage, phase, (row, end, pair(e, tile % tiles_N)))
+            for k in range(0, K, DEPTH):
+                number = draw(counter_ptr, k + DEPTH >= K)
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                bar = full.index(stage)
+                mbarrier.expect(bar, BYTES)
+                for i in gl.static_range(CONSUMERS):
+                    tma.async_copy_global_to_shared(a_desc, [row + i * ROWS, k], bar, a_ring.index(stage * CONSUMERS + i))
+                if TURNED[1]:
+                    tma.async_copy_global_to_shared(b_desc, [e, k, n], bar, b_ring.index(stage))
+                else:
+                    tma.async_copy_global_to_shared(b_desc, [e, n, k], bar, b_ring.index(stage))
+                stage, phase = next_stage(stage, phase)
+            tile = drawn(number) - passed
+        tile -= tiles
+        passed += tiles
+        begin = end
+    end_tiles(ring, stage, phase, counter_ptr, tile, (0, 0, 0), 1)
+
+
+@gluon.jit
+def _multiply_rows(ring, out, scales, K, N, consumer, TURNED: gl.constexpr):
+    a_scale_ptr, b_scale_ptr = scales
+    ROWS: gl.constexpr = ring[1].shape[1]
+    DEPTH: gl.constexpr = ring[1].shape[2]
+    COLUMNS: gl.constexpr = ring[0].shape[3 if TURNED[1] else 2]
+    LAYOUT: gl.constexpr = sums_layout(COLUMNS, ring[1].dtype)
+    steps = gl.cdiv(K, DEPTH)
+    stage, phase = 0, 0
+    packed_MN = _pack(_zeros(ROWS, COLUMNS, ring[1].dtype))
+    last_row, last_end, last_n = 0, 0, 0
+    first, end, at = take_over(ring, stage, phase)
+    while first < end:
+        row = first + consumer * ROWS
+        if row < end:
+            total_MN = _zeros(ROWS, COLUMNS, ring[1].dtype)
+            total_MN = _begin(ring, stage, consumer, total_MN, TURNED)
+            _store(out, consumer, packed_MN, last_row, last_end, last_n, N)
+            e, column = halves_of(at)
+            n = column * COLUMNS
+            if a_scale_ptr is not None:
+                row_M = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+                n_N = n + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+                a_scale_M = gl.load(a_scale_ptr + row_M, mask=row_M < end, other=0.0)
+                b_scale_N = gl.load(b_scale_ptr + e * N + n_N, mask=n_N < N, other=0.0)
+            total_MN, stage, phase = _finish(ring, stage, phase, steps, consumer, total_MN, TURNED)
+            if a_scale_ptr is not None:
+                total_MN = total_MN * a_scale_M[:, None] * b_scale_N[None, :]
+            packed_MN = _pack(total_MN)
+            last_row, last_end, last_n = row, end, n
+        else:  # nothing of these rows would be stored
+            stage, phase = _skip(ring, stage, phase, steps)
+        first, end, at = take_over(ring, stage, phase)
+    _store(out, consumer, packed_MN, last_row, last_end, last_n, N)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["E"])
 def _grouped_mm_kernel(
-    a_desc, b_desc, out_desc, out_ptr, offsets_ptr, E, K, N,
-    E_P: tl.constexpr, B_IS_ENK: tl.constexpr, HALVES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, out_ptr, counter_ptr, offsets_ptr, E, K, N,
+    B_IS_ENK: gl.constexpr,
 ):  # fmt: skip
-    """out[r] = a[r] @ b[e] for the rows r of group e. A program takes every tile that lies a whole grid after its last one.
+    """out[r] = a[r] @ b[e] for the rows r of group e, times the row's and the column's scale if there are any.
 
-    Tiles and the steps along K are one loop, so that the loads of a tile are on their way while the one before is stored.
+    Tiles of all groups are numbered, columns first. ``out`` is in pairs of bf16.
     """
-    last_E, first_row_E, tiles_M = _row_tiles(offsets_ptr, E, E_P, BLOCK_M)
-    tiles_N, steps = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
-    tile = tl.program_id(0) - tl.num_programs(0)
-    mine = tl.cdiv(tiles_M * tiles_N - tl.program_id(0), tl.num_programs(0))
-    step, e, row, n, end = -1, 0, 0, 0, 0
-    total_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for _ in range(0, mine * steps):
-        step = tl.where(step == steps - 1, 0, step + 1)
-        if step == 0:
-            tile += tl.num_programs(0)
-            n = tile % tiles_N * BLOCK_N
-            e, row, end = _place_of_tile(tile // tiles_N, last_E, first_row_E, offsets_ptr, BLOCK_M)
-        a_MK = a_desc.load([row, step * BLOCK_K])
-        if B_IS_ENK:
-            b_KN = tl.trans(b_desc.load([e, n, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K))
+    TURNED: gl.constexpr = (False, not B_IS_ENK)
+    ring = make_ring(b_desc, a_desc, 1)
+    room = gl.allocate_shared_memory(out_desc.dtype, [2 * CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
+    operands, out, scales = (b_desc, a_desc), (room, out_desc, out_ptr), (a_scale_ptr, b_scale_ptr)
+    gl.warp_specialize(
+        [
+            (_multiply_rows, (ring, out, scales, K, N, 0, TURNED)),
+            (_multiply_rows, (ring, out, scales, K, N, 1, TURNED)),
+            (_load_rows, (ring, operands, counter_ptr, offsets_ptr, E, K, N, TURNED)),
+        ],
+        [4, 1],
+        [232, 40],
+    )
+
+
+@gluon.jit
+def _load_columns(ring, operands, counter_ptr, offsets_ptr, E, N, K):
+    """The first step takes the 64 rows up to the end of a group, of which the others, from its beginning on, leave some."""
+    a_ring, grad_ring, full, empty, known = ring
+    a_desc, grad_desc = operands
+    BYTES: gl.constexpr = a_desc.block_type.nbytes + CONSUMERS * grad_desc.block_type.nbytes
+    ROWS: gl.constexpr = grad_desc.block_type.shape[1]
+    COLUMNS: gl.constexpr = a_desc.block_type.shape[1]
+    tiles_K = gl.cdiv(K, COLUMNS)
+    tiles = gl.cdiv(N, BLOCK) * tiles_K
+    number = gl.full([32], 0, gl.int32, ONE_WARP)
+    stage, phase, tile = 0, 0, first_tile(counter_ptr)
+    while tile < E * tiles:
+        e, n, k = tile // tiles, tile % tiles // tiles_K, tile % tiles_K
+        begin, end = gl.load(offsets_ptr + e - 1, mask=e > 0, other=0), gl.load(offsets_ptr + e)
+        steps = _steps(end - begin)
+        hand_over(ring, stage, phase, (e, end - begin, pair(n, k)))
+        for step in range(steps):
+            number = draw(counter_ptr, step == steps - 1)
+            row = gl.where(step == 0, end, begin + step * HALF) - HALF
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, BYTES)
+            for i in gl.static_range(CONSUMERS):
+                at = stage * CONSUMERS + i
+                tma.async_copy_global_to_shared(grad_desc, [row, n * BLOCK + i * ROWS], bar, grad_ring.index(at))
+            tma.async_copy_global_to_shared(a_desc, [row, k * COLUMNS], bar, a_ring.index(stage))
+            stage, phase = next_stage(stage, phase)
+        tile = drawn(number)
+    end_tiles(ring, stage, phase, counter_ptr, tile - E * tiles, (E, 0, 0), 1)
+
+
+@gluon.jit
+def _steps(rows):
+    """Of a group's rows: an empty one has one as well."""
+    return gl.maximum(gl.cdiv(rows, HALF), 1)
+
+
+@gluon.jit
+def _blank(block, rows):
+    """Zeros in the first rows of a block in shared memory, of which some may be another group's, NaN maybe."""
+    ROWS: gl.constexpr = rows_layout(block.dtype)
+    x_RC = block.load(ROWS)
+    keep_R = gl.arange(0, block.shape[0], gl.SliceLayout(1, ROWS)) >= rows
+    block.store(gl.where(keep_R[:, None], x_RC, gl.zeros_like(x_RC)))
+
+
+@gluon.jit
+def _multiply_columns(ring, out, E, N, K, consumer):
+    TURNED: gl.constexpr = (True, True)
+    ROWS: gl.constexpr = ring[1].shape[2]
+    COLUMNS: gl.constexpr = ring[0].shape[2]
+    stage, phase = 0, 0
+    packed_NK = _pack(_zeros(ROWS, COLUMNS, ring[1].dtype))
+    last_row, last_end, last_k = 0, 0, 0
+    e, rows, at = take_over(ring, stage, phase)
+    while e < E:
+        block, column = halves_of(at)
+        n = block * BLOCK + consumer * ROWS
+        steps = _steps(rows)
+        if n < N:
+            # Rows that the first step is to take; before them it has rows of the steps after it, or of another group.
+            first = rows - (steps - 1) * HALF
+            if first < HALF:
+                _blank(ring[1].index(stage * CONSUMERS + consumer), HALF - first)
+                if steps == 1:
+                    # The other consumer writes the same zeros to the block that they share. Of longer groups it holds rows of
+                    # their own there, which meet the zeros above.
+                    _blank(ring[0].index(stage), HALF - first)
+                fence_async_shared()
+            total_NK = _zeros(ROWS, COLUMNS, ring[1].dtype)
+            total_NK = _begin(ring, stage, consumer, total_NK, TURNED)
+            _store(out, consumer, packed_NK, last_row, last_end, last_k, K)
+            total_NK, stage, phase = _finish(ring, stage, phase, steps, consumer, total_NK, TURNED)
+            packed_NK = _pack(total_NK)
+            last_row, last_end, last_k = e * N + n, e * N + N, column * COLUMNS
         else:
-            b_KN = b_desc.load([e, step * BLOCK_K, n]).reshape(BLOCK_K, BLOCK_N)
-        total_MN = tl.dot(a_MK, b_KN, total_MN)
-        if step == steps - 1:
-            _store_tile(out_desc, out_ptr, total_MN, row, end, n, N, HALVES)
-            total_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            stage, phase = _skip(ring, stage, phase, steps)
+        e, rows, at = take_over(ring, stage, phase)
+    _store(out, consumer, packed_NK, last_row, last_end, last_k, K)
+    tma.store_wait(0)
 
 
-@triton.jit
-def _group(offsets_ptr, e, BLOCK_R: tl.constexpr):
-    """First row of group e, the row after its last, and the steps over them, of which an empty group takes one over zeros."""
-    begin, end = tl.load(offsets_ptr + e - 1, mask=e > 0, other=0), tl.load(offsets_ptr + e)
-    return begin, end, tl.maximum(tl.cdiv(end - begin, BLOCK_R), 1)
-
-
-@triton.jit
-def _copy_tail(x_ptr, tail_ptr, e, first, end, block, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    i_R, c_C = tl.arange(0, BLOCK_R), block * BLOCK_C + tl.arange(0, BLOCK_C)
-    row_R, mask_C = end - BLOCK_R + i_R, (c_C < C)[None, :]
-    from_RC = x_ptr + row_R[:, None].to(tl.int64) * C + c_C[None, :]
-    to_RC = tail_ptr + (e * BLOCK_R + i_R)[:, None].to(tl.int64) * C + c_C[None, :]
-    tl.store(to_RC, tl.load(from_RC, mask=(row_R >= first)[:, None] & mask_C, other=0.0), mask=mask_C)
-
-
-@triton.jit
-def _copy_tails_kernel(
-    grad_ptr, a_ptr, grad_tail_ptr, a_tail_ptr, offsets_ptr, N, K, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
-):  # fmt: skip
-    """tail[e] = the BLOCK_R rows up to the end of group e, zero where they are not of its last step.
-
-    That of grad only for groups of less than BLOCK_R rows: the others have as many rows of their own before their end.
-    """
-    e, block = tl.program_id(0), tl.program_id(1)
-    begin, end, steps = _group(offsets_ptr, e, BLOCK_R)
-    first = begin + (steps - 1) * BLOCK_R
-    blocks_K = tl.cdiv(K, BLOCK_C)
-    if block < blocks_K:
-        if first + BLOCK_R > end:
-            _copy_tail(a_ptr, a_tail_ptr, e, first, end, block, K, BLOCK_R, BLOCK_C)
-    elif begin + BLOCK_R > end:
-        _copy_tail(grad_ptr, grad_tail_ptr, e, first, end, block - blocks_K, N, BLOCK_R, BLOCK_C)
-
-
-@triton.jit
-def _weight_grad_kernel(
-    grad_desc, a_desc, grad_tail_desc, a_tail_desc, out_desc, offsets_ptr, E, N, K,
-    E_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """out[e] = grad[rows of e]^T @ a[rows of e], [N, K]; a program's tiles and their steps are one loop as above.
-
-    A step takes BLOCK_R rows by tensor descriptors, which cannot be masked: the last step of a group whose rows end within it
-    reads the copy of :func:`_copy_tails_kernel`, so that rows of another group or of none, NaN maybe, are never multiplied.
-    """
-    e_E = tl.arange(0, E_P)
-    begin_E = tl.load(offsets_ptr + e_E - 1, mask=(e_E > 0) & (e_E < E), other=0)
-    steps_E = tl.cdiv(tl.load(offsets_ptr + e_E, mask=e_E < E, other=0) - begin_E, BLOCK_R)
-    tiles_K = tl.cdiv(K, BLOCK_K)
-    tiles = tl.cdiv(N, BLOCK_N) * tiles_K
-    # Every group has as many tiles as any other: a program's share of each is a difference of two quotients.
-    before_E = tl.cdiv(tl.maximum(e_E * tiles - tl.program_id(0), 0), tl.num_programs(0))
-    upto_E = tl.cdiv(tl.maximum(e_E * tiles + tiles - tl.program_id(0), 0), tl.num_programs(0))
-    mine = tl.sum(tl.where(e_E < E, (upto_E - before_E) * tl.maximum(steps_E, 1), 0))
-
-    tile = tl.program_id(0) - tl.num_programs(0)
-    step, steps, e, begin, end, n, k = -1, 0, 0, 0, 0, 0, 0
-    total_NK = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for _ in range(0, mine):
-        step = tl.where(step == steps - 1, 0, step + 1)
-        if step == 0:
-            tile += tl.num_programs(0)
-            e, n, k = tile // tiles, tile % tiles // tiles_K * BLOCK_N, tile % tiles_K * BLOCK_K
-            begin, end, steps = _group(offsets_ptr, e, BLOCK_R)
-        row = begin + step * BLOCK_R
-        grad_from, grad_row, a_from, a_row = grad_desc, row, a_desc, row
-        if row + BLOCK_R > end:
-            a_from, a_row = a_tail_desc, e * BLOCK_R
-            # The rows that the step before has taken meet zeros in a.
-            grad_row = end - BLOCK_R
-            if step == 0:
-                grad_from, grad_row = grad_tail_desc, e * BLOCK_R
-        total_NK = tl.dot(tl.trans(grad_from.load([grad_row, n])), a_from.load([a_row, k]), total_NK)
-        if step == steps - 1:
-            dtype: tl.constexpr = out_desc.dtype
-            left_NK, right_NK = _halves(total_NK)
-            out_desc.store([e, n, k], left_NK.to(dtype).reshape(1, BLOCK_N, BLOCK_K // 2))
-            out_desc.store([e, n, k + BLOCK_K // 2], right_NK.to(dtype).reshape(1, BLOCK_N, BLOCK_K // 2))
-            total_NK = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+@gluon.jit(do_not_specialize=["E"])
+def _weight_grad_kernel(grad_desc, a_desc, out_desc, out_ptr, counter_ptr, offsets_ptr, E, N, K):
+    """out[e] = grad[rows of e]^T @ a[rows of e], [N, K] in pairs of bf16, zero for an empty group."""
+    ring = make_ring(a_desc, grad_desc, 1)
+    room = gl.allocate_shared_memory(out_desc.dtype, [2 * CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
+    operands, out = (a_desc, grad_desc), (room, out_desc, out_ptr)
+    gl.warp_specialize(
+        [
+            (_multiply_columns, (ring, out, E, N, K, 0)),
+            (_multiply_columns, (ring, out, E, N, K, 1)),
+            (_load_columns, (ring, operands, counter_ptr, offsets_ptr, E, N, K)),
+        ],
+        [4, 1],
+        [232, 40],
+    )

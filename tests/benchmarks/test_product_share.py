@@ -45,12 +45,12 @@ def test_grouped_products(tmp_path):
     R, W, E, N, K = 100, 384, 3, 64, 32
     low = "Float8_e4m3fn"
     events = [
-        call("moe_titan::tiled_grouped_mm", [[R, K], [E, K, N], [E]], "BFloat16", 0),
+        call("moe_titan::grouped_mm", [[R, K], [E, K, N], [E]], "BFloat16", 0),
         call("aten::_grouped_mm", [[N, R], [R, K]], "BFloat16", 20),
         call("aten::mm", [[N, R], [R, K]], "BFloat16", 21, dur=5),  # part of the one before
         call("aten::mm", [[N, R], [R, K]], "float", 21, dur=5, tid=2),
-        call("moe_titan::tiled_grouped_mm_fp8", [[R, K], [1, R], [E, N, K], [E, 1, 1], [E]], low, 40),
-        call("moe_titan::tiled_grouped_mm_fp8_weight_grad", [[N, W], [3, N], [K, W], [3, K], [E]], low, 60),
+        call("moe_titan::grouped_mm_fp8", [[R, K], [1, R], [E, N, K], [E, 1, 1], [E]], low, 40),
+        call("moe_titan::grouped_mm_fp8_weight_grad", [[N, W], [3, N], [K, W], [3, K], [E]], low, 60),
         {"cat": "cpu_op", "name": "aten::mm", "ts": 80, "dur": 1, "tid": 1, "args": {}},
     ]
     path = tmp_path / "trace.json"

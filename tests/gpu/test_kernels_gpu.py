@@ -1,24 +1,23 @@
 """Every kernel on the GPU against fp64: odd sizes, poisoned memory, strided input, and rows that hold no data."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from benchmarks.moe_layer import relative_error
-from kernels import cross_entropy, permute, route, sort, stash, swiglu
+from kernels import cross_entropy, grouped_mm_launch, permute, route, sort, stash, swiglu
 from kernels.expert_mlp import expert_mlp, expert_mlp_reference
 from kernels.grouped_mm import (
-    _WEIGHT_GRAD_TILE,
-    Tile,
     grouped_mm,
     grouped_mm_reference,
     grouped_mm_weight_grad,
     grouped_mm_weight_grad_reference,
-    tiled_grouped_mm,
-    tiled_grouped_mm_weight_grad,
 )
+from kernels.grouped_mm_fp8 import grouped_mm_fp8, grouped_mm_fp8_weight_grad
+from kernels.quantize import quantize_columns, quantize_rows, quantize_weights
 from kernels.route import RouteOptions
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -211,30 +210,32 @@ def test_grouped_products(poisoned, dtype, groups) -> None:
         assert size or not actual.any()
 
 
-TILES = [Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 2, 2), Tile(64, 128, 64, 4, 4)]
+GROUPS["ragged"] = [1000, 0, 129, 64, 1, 128, 127, 192, 7]
+# Tiles that are cut off, whole ones, and less than one.
+SIZES = pytest.mark.parametrize(("N", "K"), [(264, 328), (512, 128), (40, 72)])
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_tiled_grouped_mm(poisoned, tile, transposed, groups) -> None:
+@SIZES
+@pytest.mark.parametrize(("transposed", "strided"), [(False, False), (True, False), (True, True)])
+def test_grouped_mm(poisoned, transposed, strided, N, K, groups) -> None:
     rows, E, ends = sum(groups), len(groups), ends_of(groups)
-    a_RK = randn(rows + 5, 328, dtype=BF16)
-    b_EKN = randn(E, 264, 328, dtype=BF16).transpose(1, 2) if transposed else randn(E, 328, 264, dtype=BF16)
+    a_RK = randn(rows + 5, K, dtype=BF16, strided=strided)
+    b_EKN = randn(E, N, K, dtype=BF16).transpose(1, 2) if transposed else randn(E, K, N, dtype=BF16)
     a_RK[rows:] = math.nan
-    out_RN = poisoned(tiled_grouped_mm, a_RK, b_EKN, ends, list(tile))[:rows]
+    out_RN = poisoned(grouped_mm, a_RK, b_EKN, ends)[:rows]
     assert relative_error(out_RN, grouped_mm_reference(a_RK.double(), b_EKN.double(), ends)[:rows]) < ROUNDED[BF16]
 
 
 @pytest.mark.parametrize("groups", [*GROUPS.values(), [100]], ids=[*GROUPS, "single"])
 @pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("tile", [Tile(128, 256, 64, 8, 4), Tile(64, 128, 32, 4, 3, 2)], ids=str)
-def test_tiled_weight_grad(poisoned, tile, strided, groups) -> None:
+@SIZES
+def test_weight_grad(poisoned, N, K, strided, groups) -> None:
     """Group by group, beside rows without data and beside the largest group full of NaN, which harms no other."""
     rows, ends, largest = sum(groups), ends_of(groups), groups.index(max(groups))
-    grad_RN, a_RK = (randn(rows + 5, width, dtype=BF16, strided=strided) for width in (264, 328))
+    grad_RN, a_RK = (randn(rows + 5, width, dtype=BF16, strided=strided) for width in (N, K))
     grad_RN[rows:], a_RK[rows:] = math.nan, math.nan
-    weight_ENK = poisoned(tiled_grouped_mm_weight_grad, grad_RN, a_RK, ends, list(tile))
+    weight_ENK = poisoned(grouped_mm_weight_grad, grad_RN, a_RK, ends)
     for actual, expected, size in zip(
         weight_ENK, grouped_mm_weight_grad_reference(grad_RN.double(), a_RK.double(), ends), groups, strict=True
     ):
@@ -242,12 +243,12 @@ def test_tiled_weight_grad(poisoned, tile, strided, groups) -> None:
         assert size or not actual.any()
     end, others = ends[largest].item(), torch.arange(len(groups), device=DEVICE) != largest
     grad_RN[end - groups[largest] : end], a_RK[end - groups[largest] : end] = math.nan, math.nan
-    beside_ENK = poisoned(tiled_grouped_mm_weight_grad, grad_RN, a_RK, ends, list(tile))
+    beside_ENK = poisoned(grouped_mm_weight_grad, grad_RN, a_RK, ends)
     assert torch.equal(beside_ENK[others], weight_ENK[others])
 
 
 def test_weight_grad_replays_with_other_groups() -> None:
-    """Of a measured shape: a CUDA graph gives the bits of an eager call, whatever the groups."""
+    """A CUDA graph gives the bits of an eager call, whatever the groups."""
     grad_RN, a_RK, ends = randn(1100, 2048, dtype=BF16), randn(1100, 768, dtype=BF16), ends_of([700, 400])
     grouped_mm_weight_grad(grad_RN, a_RK, ends)
     graph = torch.cuda.CUDAGraph()
@@ -256,7 +257,35 @@ def test_weight_grad_replays_with_other_groups() -> None:
     for groups in ([700, 400], [0, 1099], [37, 1024], [0, 0]):
         ends.copy_(ends_of(groups))
         graph.replay()
-        assert torch.equal(captured_ENK, tiled_grouped_mm_weight_grad(grad_RN, a_RK, ends, list(_WEIGHT_GRAD_TILE)))
+        assert torch.equal(captured_ENK, grouped_mm_weight_grad(grad_RN, a_RK, ends))
+
+
+def test_tiles_are_shared_out_anew_by_every_launch() -> None:
+    """The same bits by launches on two streams at once, also where programs end while others' begin; all counters are zero."""
+    groups = random_groups(128, 65536)
+    ends, products = ends_of(groups), {}
+    for N, K in ((1536, 2048), (2048, 768)):
+        a_RK, grad_RN = randn(65536, K, dtype=BF16), randn(65536, N, dtype=BF16)
+        b_EKN = randn(128, N, K, dtype=BF16).transpose(1, 2)
+        products[f"output {N}"] = partial(grouped_mm, a_RK, b_EKN, ends)
+        products[f"weight grad {N}"] = partial(grouped_mm_weight_grad, grad_RN, a_RK, ends)
+        for blockwise in (False, True):
+            rows = *quantize_rows(a_RK, ends[-1:], blockwise), *quantize_weights(b_EKN.transpose(1, 2), blockwise, False)
+            columns = *quantize_columns(grad_RN, ends, blockwise)[:2], *quantize_columns(a_RK, ends, blockwise)
+            products[f"FP8 output {N} {blockwise}"] = partial(grouped_mm_fp8, *rows, ends, blockwise)
+            products[f"FP8 weight grad {N} {blockwise}"] = partial(grouped_mm_fp8_weight_grad, *columns, blockwise)
+    other = torch.cuda.Stream()
+    for name, product in products.items():
+        expected = product()
+        for _ in range(5):
+            torch.cuda.synchronize()
+            with torch.cuda.stream(other):
+                results = [product() for _ in range(4)]
+            results += [product() for _ in range(4)]
+            torch.cuda.synchronize()
+            assert all(torch.equal(result, expected) for result in results), name
+    counters = grouped_mm_launch._counters(a_RK.device)
+    assert not torch.stack([next(counters) for _ in range(1024)]).any()
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)

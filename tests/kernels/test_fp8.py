@@ -1,19 +1,13 @@
-"""The FP8 kernels: every Triton kernel against its reference in Triton's interpreter, the Gluon kernels as they are compiled, and
-the ops as PyTorch sees them."""
+"""The FP8 kernels: every Triton kernel against its reference in Triton's interpreter, and the ops as PyTorch sees them."""
 
 import subprocess
 import sys
 
 import pytest
 import torch
-import triton
 from interpreter import errors_of
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import mangle_type
 
-from kernels import cross_entropy, grouped_mm_fp8, grouped_mm_fp8_launch, packed_tokens, quantize, swiglu_fp8
-from kernels.grouped_mm import Tile
+from kernels import cross_entropy, grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +100,9 @@ def test_products_are_those_of_the_operands(blockwise) -> None:
     exact = torch.zeros(4, N, K).index_add(0, expert_R, grad_RN[:rows, :, None] * x_RK[:rows, None, :])
     assert ((grad_ENK - exact).norm() / exact.norm()) < 0.06 and not grad_ENK[1].any()
 
-    tile = [128, 128, 128, 4, 2, 1]
-    if blockwise:
-        # The first of the tests does arithmetic on arguments, which torch has none of for E4M3.
-        torch.library.opcheck(grouped_mm_fp8.tiled_grouped_mm_fp8, (*a, *b, ends, tile), test_utils=OPCHECKS[1:])
-        torch.library.opcheck(grouped_mm_fp8.tiled_grouped_mm_fp8_weight_grad, (*operands, tile), test_utils=OPCHECKS[1:])
+    # The first of the tests does arithmetic on arguments, which torch has none of for E4M3.
+    torch.library.opcheck(grouped_mm_fp8._grouped_mm_fp8, (*a, *b, ends, blockwise), test_utils=OPCHECKS[1:])
+    torch.library.opcheck(grouped_mm_fp8._grouped_mm_fp8_weight_grad, (*operands, blockwise), test_utils=OPCHECKS[1:])
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -118,48 +110,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     return ((actual - expected).norm() / expected.norm()).item() < 2**-8
 
 
-class Recorded:
-    """Stands for a kernel: keeps what it is launched with."""
-
-    def __getitem__(self, grid: tuple[int, ...]):
-        def launch(*arguments, **options) -> None:
-            self.grid, self.arguments, self.options = grid, arguments, options
-
-        return launch
-
-
 def test_gluon_is_imported_for_its_kernels_alone() -> None:
     """It is an experimental part of Triton, without which everything else is to run."""
     code = "import sys; sys.modules['triton.experimental.gluon'] = None; import moe_titan.trainer, kernels.grouped_mm_fp8"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("product", ["launch_grouped_mm", "launch_weight_grad"])
-@pytest.mark.parametrize("tile", [Tile(128, 256, 128, 8, 4), Tile(128, 128, 128, 4, 3, 2)])
-def test_gluon_kernels_fit_a_multiprocessor(monkeypatch, tmp_path, product, tile) -> None:
-    """As they are launched, compiled for Hopper: nothing spills, and as many programs as the tile asks for find room."""
-    name = {"launch_grouped_mm": "_grouped_mm_blockwise_kernel", "launch_weight_grad": "_weight_grad_blockwise_kernel"}[product]
-    kernel, launched = getattr(grouped_mm_fp8_launch, name), Recorded()
-    monkeypatch.setattr(grouped_mm_fp8_launch, name, launched)
-    ends, x_RK = offsets([3, 130]), torch.randn(133, 256)
-    if product == "launch_grouped_mm":
-        weights = quantize.quantize_weights(torch.randn(2, 384, 256), True, False)
-        operands = *quantize.quantize_rows(x_RK, ends[-1:], True), *weights, ends
-    else:
-        operands = *quantize.quantize_columns(torch.randn(133, 384), ends, True)[:2], *quantize.quantize_columns(x_RK, ends, True)
-    out = getattr(grouped_mm_fp8_launch, product)(*operands, tile, 7)
-    assert launched.grid == (7,) and out.shape == ((133, 384) if product == "launch_grouped_mm" else (2, 384, 256))
-
-    options = dict(launched.options)
-    constants = {key: options.pop(key) for key in ("CONSUMERS", "STAGES")}
-    signature = dict(zip(kernel.arg_names, map(mangle_type, launched.arguments), strict=False)) | dict.fromkeys(
-        constants, "constexpr"
-    )
-    source = GluonASTSource(kernel, signature, constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert tile.programs * (compiled.metadata.shared + 1024) <= 228 * 1024  # 1 KB of each is the system's
-    assert tile.programs * 32 * compiled.metadata.num_warps * options["maxnreg"] <= 65536
-    (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
-    command = triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", "kernel.ptx", "-o", "kernel.cubin"
-    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
-    assert "0 bytes spill stores, 0 bytes spill loads" in said and "warning" not in said

@@ -10,12 +10,12 @@ from torch.autograd import gradcheck
 
 from kernels.expert_mlp import expert_mlp, expert_mlp_reference
 from kernels.grouped_mm import (
+    _grouped_mm,
+    _grouped_mm_weight_grad,
     grouped_mm,
     grouped_mm_reference,
     grouped_mm_weight_grad,
     grouped_mm_weight_grad_reference,
-    tiled_grouped_mm,
-    tiled_grouped_mm_weight_grad,
 )
 from kernels.permute import gather_sum, spread_rows, unpermute
 from kernels.route import COUNTED_TOKENS, RouteOptions, block_counts_reference, route
@@ -52,12 +52,8 @@ def test_ops_are_registered_correctly(dtype) -> None:
     x_TD, rows_RD, row_TK = torch.randn(4, 6, dtype=dtype), torch.randn(7, 6, dtype=dtype), places(4, 2, 7)
     torch.library.opcheck(spread_rows, (x_TD, row_TK, 7))
     torch.library.opcheck(gather_sum, (rows_RD, row_TK))
-    torch.library.opcheck(
-        tiled_grouped_mm, (x_TD.detach(), torch.randn(2, 6, 5, dtype=dtype), offsets([1, 3]), [32, 32, 32, 4, 2, 1])
-    )
-    torch.library.opcheck(
-        tiled_grouped_mm_weight_grad, (torch.randn(4, 5, dtype=dtype), x_TD.detach(), offsets([1, 3]), [32, 32, 32, 4, 2, 1])
-    )
+    torch.library.opcheck(_grouped_mm, (x_TD.detach(), torch.randn(2, 6, 5, dtype=dtype), offsets([1, 3])))
+    torch.library.opcheck(_grouped_mm_weight_grad, (torch.randn(4, 5, dtype=dtype), x_TD.detach(), offsets([1, 3])))
     torch.library.opcheck(_sort_pairs, (torch.tensor([2, 0, 3, 2, 1]), 3, None, 0))
     gate_up_R2F, weights_P = torch.randn(5, 2, 3, dtype=dtype), torch.rand(8)
     index = (torch.tensor([6, 0, 3, 7, -1], dtype=torch.int32), torch.tensor([4]))

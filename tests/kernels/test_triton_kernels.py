@@ -16,8 +16,6 @@ KERNELS = [
     "weighted_swiglu",
     "weighted_swiglu_backward",
     "stash_rows",
-    "grouped_mm",
-    "weight_grad",
     "sort_pairs",
     "route",
     "route_backward",

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kernels import adamw, cross_entropy, document_attention, grouped_mm, permute, route, sort, stash, swiglu
+from kernels import adamw, cross_entropy, document_attention, permute, route, sort, stash, swiglu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Rounding of one result: one unit in the last place of bf16, as the interpreter rounds towards zero; a few operations in fp32.
@@ -132,44 +132,6 @@ def stash_cases():
             yield f"stash_rows read {case} act", error(actual[2][:inside], expected[2][:inside])
             pairs = pair_R[:inside].long()
             yield f"stash_rows read {case} weights", error(actual[1][pairs], expected[1][pairs]) / 10
-
-
-def grouped_mm_cases():
-    for groups in ([0, 1, 7, 0, 33, 31, 32, 64], [40], [0, 0], [0, 100, 0]):
-        rows, E = sum(groups), len(groups)
-        ends = torch.tensor(groups).cumsum(0, dtype=torch.int32)
-        for K, N, transposed in ((48, 72, True), (32, 64, False), (40, 24, False)):
-            a_RK = torch.randn(rows + 5, K)
-            a_RK[rows:] = torch.nan
-            b_EKN = torch.randn(E, N, K).transpose(1, 2) if transposed else torch.randn(E, K, N)
-            expected = grouped_mm.grouped_mm_reference(a_RK.double(), b_EKN.double(), ends)[:rows].float()
-            for programs, each in ((1, 1), (7, 1), (3, 2)):
-                tile = grouped_mm.Tile(32, 32, 16, 4, 2, each)
-                actual = grouped_mm._launch_grouped_mm(a_RK, b_EKN, ends, tile, programs)[:rows]
-                case = f"{groups} {K}x{N} on {programs} programs, {each} each"
-                yield f"grouped_mm {case}", error(actual, expected) / 10
-
-
-def weight_grad_cases():
-    for groups in ([0, 1, 7, 33, 3, 0, 15, 17, 32], [40], [0, 0], [5, 3]):
-        rows, E, largest = sum(groups), len(groups), groups.index(max(groups))
-        ends = torch.tensor(groups).cumsum(0, dtype=torch.int32)
-        others = torch.arange(E) != largest
-        for N, K, strided in ((48, 40, False), (24, 32, True)):
-            grad_RN, a_RK = torch.randn(rows + 5, N), torch.randn(rows + 5, K + strided)[:, strided:]
-            grad_RN[rows:], a_RK[rows:] = torch.nan, torch.nan
-            expected = grouped_mm.grouped_mm_weight_grad_reference(grad_RN.double(), a_RK.double(), ends).float()
-            for programs, k in ((1, 16), (7, 32)):
-                tile = grouped_mm.Tile(32, 16, k, 4, 2)
-                actual = grouped_mm._launch_weight_grad(grad_RN, a_RK, ends, tile, programs)
-                case = f"{groups} {N}x{K} by {k} rows on {programs} programs"
-                yield f"weight_grad {case}", error(actual, expected) / 10
-                yield f"weight_grad of no rows, {case}", float(actual[torch.tensor(groups) == 0].any())
-                grad_bad_RN, a_bad_RK = grad_RN.clone(), a_RK.clone()
-                grad_bad_RN[ends[largest] - groups[largest] : ends[largest]] = torch.nan
-                a_bad_RK[ends[largest] - groups[largest] : ends[largest]] = torch.nan
-                beside = grouped_mm._launch_weight_grad(grad_bad_RN, a_bad_RK, ends, tile, programs)
-                yield f"weight_grad beside NaN, {case}", 0.0 if torch.equal(beside[others], actual[others]) else float("inf")
 
 
 def sort_pairs_cases():
@@ -309,8 +271,6 @@ CASES = (
     gather_sum_cases,
     swiglu_cases,
     stash_cases,
-    grouped_mm_cases,
-    weight_grad_cases,
     sort_pairs_cases,
     route_cases,
     cross_entropy_cases,

@@ -1,0 +1,169 @@
+"""The Gluon kernels as they are launched: run on threads, and compiled for Hopper."""
+
+import itertools
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import triton
+from gluon_threads import Descriptor, OnThreads, loaded, stored
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import mangle_type
+
+from kernels import grouped_mm, grouped_mm_fp8, grouped_mm_launch, quantize
+
+Case = tuple[Callable[[], Tensor], Tensor]  # Launches; what is to come out.
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def ends_of(groups: list[int]) -> Tensor:
+    return torch.tensor(groups).cumsum(0, dtype=torch.int32)
+
+
+def rows_of(groups: list[int], width: int) -> Tensor:
+    """And some that are in no group."""
+    x = bf16(sum(groups) + 5, width)
+    x[sum(groups) :] = torch.nan
+    return x
+
+
+def output(groups: list[int], N: int, K: int) -> Case:
+    R, ends, x_RK, w_EKN = sum(groups), ends_of(groups), rows_of(groups, K), bf16(len(groups), N, K).transpose(1, 2)
+    expected = grouped_mm.grouped_mm_reference(x_RK.double(), w_EKN.double(), ends)[:R]
+    return lambda: grouped_mm_launch.launch_grouped_mm(x_RK, w_EKN, ends)[:R], expected
+
+
+def input_grad(groups: list[int], N: int, K: int) -> Case:
+    R, ends, grad_RN, w_ENK = sum(groups), ends_of(groups), rows_of(groups, K), bf16(len(groups), K, N)
+    expected = grouped_mm.grouped_mm_reference(grad_RN.double(), w_ENK.double(), ends)[:R]
+    return lambda: grouped_mm_launch.launch_grouped_mm(grad_RN, w_ENK, ends)[:R], expected
+
+
+def weight_grad(groups: list[int], N: int, K: int) -> Case:
+    ends, grad_RN, x_RK = ends_of(groups), rows_of(groups, N), rows_of(groups, K)
+    expected = grouped_mm.grouped_mm_weight_grad_reference(grad_RN.double(), x_RK.double(), ends)
+    return lambda: grouped_mm_launch.launch_weight_grad(grad_RN, x_RK, ends), expected
+
+
+def fp8(groups: list[int], N: int, K: int, blockwise: bool, transposed: bool) -> Case:
+    R, ends, w = sum(groups), ends_of(groups), bf16(len(groups), *((K, N) if transposed else (N, K)))
+    rows = quantize.quantize_rows(rows_of(groups, K), torch.tensor([R + 5]), blockwise)
+    operands = *rows, *quantize.quantize_weights(w, blockwise, transposed), ends
+    expected = grouped_mm_fp8.grouped_mm_fp8_reference(*operands, blockwise)[:R]
+    if blockwise:
+        return lambda: grouped_mm_launch.launch_grouped_mm_blockwise(*operands)[:R], expected
+    a, a_scale, b, b_scale, _ = operands
+    return lambda: grouped_mm_launch.launch_grouped_mm(a, b.transpose(1, 2), ends, a_scale, b_scale)[:R], expected
+
+
+def fp8_weight_grad(groups: list[int], N: int, K: int, blockwise: bool) -> Case:
+    grad = quantize.quantize_columns(rows_of(groups, N), ends_of(groups), blockwise)[:2]
+    operands = *grad, *quantize.quantize_columns(rows_of(groups, K), ends_of(groups), blockwise)
+    expected = grouped_mm_fp8.grouped_mm_fp8_weight_grad_reference(*operands, blockwise)
+    return lambda: grouped_mm_launch.launch_weight_grad_fp8(*operands, blockwise), expected
+
+
+PRODUCTS: dict[str, tuple[str, Callable[[list[int], int, int], Case]]] = {
+    "output": ("_grouped_mm_kernel", output),
+    "input grad": ("_grouped_mm_kernel", input_grad),
+    "weight grad": ("_weight_grad_kernel", weight_grad),
+    "rowwise output": ("_grouped_mm_kernel", partial(fp8, blockwise=False, transposed=False)),
+    "rowwise input grad": ("_grouped_mm_kernel", partial(fp8, blockwise=False, transposed=True)),
+    "rowwise weight grad": ("_weight_grad_fp8_kernel", partial(fp8_weight_grad, blockwise=False)),
+    "blockwise output": ("_grouped_mm_blockwise_kernel", partial(fp8, blockwise=True, transposed=False)),
+    "blockwise weight grad": ("_weight_grad_fp8_kernel", partial(fp8_weight_grad, blockwise=True)),
+}
+EVERY_KERNEL = pytest.mark.parametrize("product", PRODUCTS)
+
+
+def replace(monkeypatch, product: str, stand_in: Callable) -> Any:
+    """Has a product's launch, of 5 programs, find what ``stand_in`` makes of its kernel."""
+    kernel = getattr(grouped_mm_launch, PRODUCTS[product][0])
+    monkeypatch.setattr(grouped_mm_launch, PRODUCTS[product][0], stand_in(kernel))
+    monkeypatch.setattr(grouped_mm_launch, "_programs", lambda x: 5)
+    return kernel
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("groups", [[0, 1, 7, 127, 129, 200, 0], [64, 0, 65, 63, 128, 0], [300], [0, 0]], ids=str)
+def test_kernels_on_threads(monkeypatch, product, groups) -> None:
+    """Tiles and their steps, and who waits for whom: against the references, with fewer and more tiles than programs.
+
+    Every number is stored once, also when some programs begin late, which find no tiles left. The counter is zero again after
+    each of the launches that have the same one.
+    """
+    counter = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(grouped_mm_launch, "_descriptor", Descriptor)
+    monkeypatch.setattr(grouped_mm_launch, "_counters", lambda device: itertools.repeat(counter))
+    for N, K, at_once in (
+        ((384, 128, 3), (128, 640, 5)) if "blockwise" in product else ((272, 208, 5), (144, 336, 3), (512, 128, 1))
+    ):
+        launch, expected = PRODUCTS[product][1](groups, N, K)
+        with monkeypatch.context() as patch:
+            replace(patch, product, partial(OnThreads, multiprocessors=at_once))
+            out = launch()
+        assert out.shape == expected.shape and bool(out.isfinite().all())
+        error, size = (out.double() - expected).norm(dim=-1), expected.double().norm(dim=-1)
+        assert (error <= 4e-3 * size).all()
+        times = stored.get(out.data_ptr(), torch.ones(0))
+        used = times.numel() * out.nbytes // out.untyped_storage().nbytes()
+        assert bool(out.numel()) == bool(times.numel()) and (times[:used] == 1).all() and not times[used:].any()
+        assert all(program < at_once for program in loaded)
+        assert not counter.any()
+
+
+@pytest.mark.parametrize("groups", [[0, 1, 7, 127, 129, 200, 0], [64, 0, 65, 63, 128, 0]], ids=str)
+def test_weight_grad_beside_a_group_full_of_nan(monkeypatch, groups) -> None:
+    """It harms no other, though steps read some of its rows."""
+    monkeypatch.setattr(grouped_mm_launch, "_descriptor", Descriptor)
+    monkeypatch.setattr(grouped_mm_launch, "_counters", lambda device: itertools.repeat(torch.zeros(1, dtype=torch.int32)))
+    replace(monkeypatch, "weight grad", partial(OnThreads, multiprocessors=3))
+    grad_RN, x_RK, ends = rows_of(groups, 136), rows_of(groups, 264), ends_of(groups)
+    expected = grouped_mm_launch.launch_weight_grad(grad_RN, x_RK, ends)
+    for e, (size, end) in enumerate(zip(groups, ends.tolist(), strict=True)):
+        bad_grad_RN, bad_RK = grad_RN.clone(), x_RK.clone()
+        bad_grad_RN[end - size : end], bad_RK[end - size : end] = torch.nan, torch.nan
+        others = torch.arange(len(groups)) != e
+        assert torch.equal(grouped_mm_launch.launch_weight_grad(bad_grad_RN, bad_RK, ends)[others], expected[others])
+
+
+class Recorded:
+    """Stands for a kernel: keeps what it is launched with."""
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        def launch(*arguments, **options) -> None:
+            self.grid, self.arguments, self.options = grid, arguments, options
+
+        return launch
+
+
+@EVERY_KERNEL
+def test_kernels_fit_a_multiprocessor(monkeypatch, tmp_path, product) -> None:
+    """Nothing spills, and no product waits for another without need."""
+    launched = Recorded()
+    kernel = replace(monkeypatch, product, lambda _: launched)
+    launch, expected = PRODUCTS[product][1]([3, 130], 384, 256)
+    out = launch()
+    assert launched.grid == (5,) and out.dtype == torch.bfloat16 and out.shape == expected.shape
+
+    options = dict(launched.options)
+    constants = {key: options.pop(key) for key in [*options] if key.isupper()}
+    arguments = dict(zip(kernel.arg_names, launched.arguments, strict=False))
+    constants |= {key: None for key, value in arguments.items() if value is None}
+    signature = {key: mangle_type(value) for key, value in arguments.items()} | dict.fromkeys(constants, "constexpr")
+    source = GluonASTSource(kernel, signature, constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.metadata.shared <= 227 * 1024
+    assert 32 * compiled.metadata.num_warps * options["maxnreg"] <= 65536
+    (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
+    command = triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", "kernel.ptx", "-o", "kernel.cubin"
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in said and "warning" not in said
