@@ -1,7 +1,8 @@
 """Which matrix products a profiled step ran, by the type of their elements: python benchmarks/product_share.py TRACE.json[.gz].
 
 Reads what torch's dispatcher was called with, not what a configuration asks for, also from compiled code. FLOPs are those of the
-operands' sizes; of grouped products all rows that they were given count. The attention core is left out.
+operands' sizes; where there is room for more rows than experts have on average, which --expert-rows says, that many count. The
+attention core is left out.
 """
 
 import argparse
@@ -16,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a scr
 
 from benchmarks.trace_summary import read_events
 
-# By operator: the places of its operands [.., K] and, of the second, the dimension that is not summed over.
+# By operator: the places of its operands [.., K] and, of the second, the dimension that is not summed over. One whose name begins
+# with moe_titan is of groups of rows, the first operand's first dimension, or its second one if both are turned.
 PRODUCTS = {
     **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_grouped_mm", "aten::_scaled_grouped_mm"), (0, 1, -1)),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm"), (1, 2, -1)),
@@ -26,8 +28,10 @@ PRODUCTS = {
 }
 
 
-def flops_by_type(path: Path) -> dict[str, float]:
+def flops_by_type(path: Path, expert_rows: float = math.inf) -> dict[str, float]:
     """FLOPs of the products in a trace's steps by the type of the first operand's elements, the largest first.
+
+    Of grouped products at most ``expert_rows`` rows count.
 
     Raises:
         ValueError: the trace has no products with their sizes.
@@ -36,20 +40,24 @@ def flops_by_type(path: Path) -> dict[str, float]:
     for event in _outermost(read_events(path)):
         first, second, kept = PRODUCTS[event["name"]]
         sizes, kinds = event["args"]["Input Dims"], event["args"]["Input type"]
-        flops[kinds[first].removeprefix("c10::")] += 2 * math.prod(sizes[first]) * sizes[second][kept]
+        rows = 1.0
+        if event["name"].startswith("moe_titan"):
+            given = sizes[first][event["name"].endswith("fp8_weight_grad")]
+            rows = min(1, expert_rows / given) if given else 1
+        flops[kinds[first].removeprefix("c10::")] += 2 * math.prod(sizes[first]) * sizes[second][kept] * rows
     if not flops:
         raise ValueError(f"{path}: no matrix product with its sizes in this trace")
     return dict(flops.most_common())
 
 
-def low_precision_share(path: Path) -> float:
+def low_precision_share(path: Path, expert_rows: float = math.inf) -> float:
     """Share of the FLOPs whose operands have 8 bits or fewer."""
-    flops = flops_by_type(path)
+    flops = flops_by_type(path, expert_rows)
     return sum(count for kind, count in flops.items() if kind.startswith("Float8")) / sum(flops.values())
 
 
-def report(path: Path) -> str:
-    flops = flops_by_type(path)
+def report(path: Path, expert_rows: float = math.inf) -> str:
+    flops = flops_by_type(path, expert_rows)
     total = sum(flops.values())
     parts = ", ".join(f"{kind} {count / total:.1%} ({count / 1e12:.3g} TFLOP)" for kind, count in flops.items())
     return f"matrix products that ran, by type of their elements: {parts}"
@@ -72,4 +80,6 @@ def _outermost(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace", type=Path)
-    print(report(parser.parse_args().trace))
+    parser.add_argument("--expert-rows", type=float, default=math.inf, help="that a rank's experts have on average")
+    options = parser.parse_args()
+    print(report(options.trace, options.expert_rows))

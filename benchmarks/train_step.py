@@ -163,7 +163,15 @@ def add_throughput(result: Result, config: Config, options: argparse.Namespace) 
     result.of_dense = flops / options.dense_rate if options.dense_rate else None
     if options.profile and (traces := traces_of(options.out / result.run)):
         result.idle = summarize(traces[-1]).idle
-        result.low_precision = product_share.low_precision_share(traces[-1]) if result.run.startswith("ours") else None
+        if result.run.startswith("ours"):
+            result.low_precision = product_share.low_precision_share(traces[-1], expert_rows(config))
+
+
+def expert_rows(config: Config) -> float:
+    """That a rank has of a micro-batch on average; buffers may have room for more."""
+    layout = config.parallelism
+    tokens = config.training.local_batch_size * config.training.seq_len / layout.tensor_parallel_degree
+    return tokens * build_model_args(config).moe_args.top_k * layout.expert_tensor_parallel_degree
 
 
 def table(results: list[Result]) -> str:
@@ -221,14 +229,14 @@ def dense_rate() -> float | None:
     return float(found.stdout) if found.returncode == 0 and found.stdout.strip() else None
 
 
-def trace_report(folder: Path) -> str:
+def trace_report(folder: Path, config: Config) -> str:
     """Kernel times of the newest trace of rank 0 in a run's folder."""
     traces = traces_of(folder)
     if not traces:
         return f"{folder.name}: no trace"
     try:
-        products = f"\n{product_share.report(traces[-1])}" if folder.name.startswith("ours") else ""
-        return f"{folder.name}: {traces[-1]}\n{summarize(traces[-1])}{products}"
+        products = product_share.report(traces[-1], expert_rows(config)) if folder.name.startswith("ours") else ""
+        return f"{folder.name}: {traces[-1]}\n{summarize(traces[-1])}\n{products}".rstrip()
     except ValueError as error:  # a run without GPUs
         return str(error)
 
@@ -291,8 +299,8 @@ def main(argv: list[str]) -> int:
         report["results"], report["loss_differences"] = [asdict(each) for each in results], loss_differences(results)
         (options.out / "train_step.json").write_text(json.dumps(report, indent=1) + "\n")
     if options.profile:
-        for run in options.runs:
-            print(f"\n{trace_report(options.out / run)}")
+        for run, config in configs.items():
+            print(f"\n{trace_report(options.out / run, config)}")
     print(f"\n{report['command']}\ncommit {options.commit}\n{', '.join(report['hardware'])}\n{report['versions']}\n")
     print(table(results))
     print(

@@ -57,6 +57,8 @@ def test_grouped_products(tmp_path):
     path.write_text(json.dumps({"traceEvents": events}))
     one = 2 * R * N * K
     assert flops_by_type(path) == {low: one + 2 * N * W * K, "BFloat16": 2 * one, "float": one}
+    half = flops_by_type(path, R / 2)
+    assert half == {low: one, "BFloat16": 1.5 * one, "float": one}
     path.write_text(json.dumps({"traceEvents": events[-1:]}))
     with pytest.raises(ValueError, match="no matrix product"):
         flops_by_type(path)
