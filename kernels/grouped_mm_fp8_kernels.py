@@ -54,7 +54,7 @@ def _store_rows(out, consumer, total_MN, row, end, n, N):
 
 @gluon.jit
 def _load_rows(ring, scales, operands, counter_ptr, offsets_ptr, E, K, N, R):
-    a_ring, b_ring, full, empty, known = ring
+    a_ring, b_ring, full, empty, _ = ring
     a_scales, b_scales = scales
     a_desc, b_desc, a_scale_ptr, b_scale_ptr = operands
     BYTES: gl.constexpr = a_desc.block_type.nbytes + CONSUMERS * b_desc.block_type.nbytes
@@ -98,12 +98,12 @@ def _load_rows(ring, scales, operands, counter_ptr, offsets_ptr, E, K, N, R):
 @gluon.jit
 def _sums(ring, scales, stage, phase, K, consumer, HALVES: gl.constexpr):
     """A tile's upper and lower half, of which HALVES are computed, and the stage and the phase after it."""
-    a_ring, b_ring, full, empty, known = ring
+    a_ring, b_ring, full, empty, _ = ring
     a_scales, b_scales = scales
     upper_MN = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
     lower_MN = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
     product_MN = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
-    for _ in range(K // BLOCK):
+    for _step in range(K // BLOCK):
         mbarrier.wait(full.index(stage), phase)
         at = stage * CONSUMERS + consumer
         a, b, a_scale = a_ring.index(stage), b_ring.index(at), a_scales.index(stage)
@@ -164,7 +164,7 @@ def _grouped_mm_blockwise_kernel(
 
 @gluon.jit
 def _load_columns(ring, scales, operands, counter_ptr, ends_ptr, E, N, K, BLOCKWISE: gl.constexpr):
-    grad_ring, a_ring, full, empty, known = ring
+    grad_ring, a_ring, full, empty, _ = ring
     grad_scales, a_scales = scales
     grad_desc, a_desc, grad_scale, a_scale = operands
     ELEMENTS: gl.constexpr = grad_desc.block_type.nbytes + CONSUMERS * a_desc.block_type.nbytes
@@ -199,15 +199,15 @@ def _load_columns(ring, scales, operands, counter_ptr, ends_ptr, E, N, K, BLOCKW
 
 @gluon.jit
 def _multiply_columns(ring, scales, out, E, N, K, consumer, BLOCKWISE: gl.constexpr):
-    grad_ring, a_ring, full, empty, known = ring
+    grad_ring, a_ring, full, empty, _ = ring
     grad_scales, a_scales = scales
     stage, phase = 0, 0
-    e, steps, place = take_over(ring, stage, phase)
+    e, steps, numbers = take_over(ring, stage, phase)
     while e < E:
         upper_NK = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
         lower_NK = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
         product_NK = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
-        for _ in range(steps):
+        for _step in range(steps):
             mbarrier.wait(full.index(stage), phase)
             at = stage * CONSUMERS + consumer
             grad, a = grad_ring.index(stage), a_ring.index(at)
@@ -226,7 +226,7 @@ def _multiply_columns(ring, scales, out, E, N, K, consumer, BLOCKWISE: gl.conste
                 lower_NK += product_NK
             mbarrier.arrive(empty.index(stage))
             stage, phase = next_stage(stage, phase)
-        block, column = halves_of(place)
+        block, column = halves_of(numbers)
         n, k = block * BLOCK, (column + consumer) * BLOCK
         if not BLOCKWISE:
             n_N, k_K = n + gl.arange(0, HALF, gl.SliceLayout(1, PRODUCT)), k + gl.arange(0, BLOCK, gl.SliceLayout(0, PRODUCT))
@@ -235,7 +235,7 @@ def _multiply_columns(ring, scales, out, E, N, K, consumer, BLOCKWISE: gl.conste
             lower_NK *= gl.load(grad_scales + e * N + n_N + HALF, mask=n_N + HALF < N, other=0.0)[:, None] * a_scale_K[None, :]
         _store_rows(out, consumer, upper_NK, e * N + n, e * N + N, k, K)
         _store_rows(out, consumer, lower_NK, e * N + n + HALF, e * N + N, k, K)
-        e, steps, place = take_over(ring, stage, phase)
+        e, steps, numbers = take_over(ring, stage, phase)
     tma.store_wait(0)
 
 

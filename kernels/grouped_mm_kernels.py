@@ -66,10 +66,10 @@ def _begin(ring, stage, consumer, total_MN, TURNED: gl.constexpr):
 @gluon.jit
 def _finish(ring, stage, phase, steps, consumer, total_MN, TURNED: gl.constexpr):
     """Adds the other steps, each begun before the one ahead of it is done. The sums, and the stage and the phase after them."""
-    full, empty = ring[2], ring[3]
+    _, _, full, empty, _ = ring
     last = stage
     stage, phase = next_stage(stage, phase)
-    for _ in range(1, steps):
+    for _step in range(1, steps):
         mbarrier.wait(full.index(stage), phase)
         left, right = _operands(ring, stage, consumer, TURNED)
         total_MN = warpgroup_mma(left, right, total_MN, is_async=True)
@@ -84,9 +84,10 @@ def _finish(ring, stage, phase, steps, consumer, total_MN, TURNED: gl.constexpr)
 
 @gluon.jit
 def _skip(ring, stage, phase, steps):
-    for _ in range(steps):
-        mbarrier.wait(ring[2].index(stage), phase)
-        mbarrier.arrive(ring[3].index(stage))
+    _, _, full, empty, _ = ring
+    for _step in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        mbarrier.arrive(empty.index(stage))
         stage, phase = next_stage(stage, phase)
     return stage, phase
 
@@ -115,7 +116,7 @@ def _store(out, consumer, packed_MN, row, end, n, N):
 
 @gluon.jit
 def _load_rows(ring, operands, counter_ptr, offsets_ptr, E, K, N, TURNED: gl.constexpr):
-    b_ring, a_ring, full, empty, known = ring
+    b_ring, a_ring, full, empty, _ = ring
     b_desc, a_desc = operands
     BYTES: gl.constexpr = b_desc.block_type.nbytes + CONSUMERS * a_desc.block_type.nbytes
     ROWS: gl.constexpr = a_desc.block_type.shape[0]
@@ -161,14 +162,14 @@ def _multiply_rows(ring, out, scales, K, N, consumer, TURNED: gl.constexpr):
     stage, phase = 0, 0
     packed_MN = _pack(_zeros(ROWS, COLUMNS, ring[1].dtype))
     last_row, last_end, last_n = 0, 0, 0
-    first, end, at = take_over(ring, stage, phase)
+    first, end, numbers = take_over(ring, stage, phase)
     while first < end:
         row = first + consumer * ROWS
         if row < end:
             total_MN = _zeros(ROWS, COLUMNS, ring[1].dtype)
             total_MN = _begin(ring, stage, consumer, total_MN, TURNED)
             _store(out, consumer, packed_MN, last_row, last_end, last_n, N)
-            e, column = halves_of(at)
+            e, column = halves_of(numbers)
             n = column * COLUMNS
             if a_scale_ptr is not None:
                 row_M = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -182,7 +183,7 @@ def _multiply_rows(ring, out, scales, K, N, consumer, TURNED: gl.constexpr):
             last_row, last_end, last_n = row, end, n
         else:  # nothing of these rows would be stored
             stage, phase = _skip(ring, stage, phase, steps)
-        first, end, at = take_over(ring, stage, phase)
+        first, end, numbers = take_over(ring, stage, phase)
     _store(out, consumer, packed_MN, last_row, last_end, last_n, N)
     tma.store_wait(0)
 
@@ -214,7 +215,7 @@ def _grouped_mm_kernel(
 @gluon.jit
 def _load_columns(ring, operands, counter_ptr, offsets_ptr, E, N, K):
     """The first step takes the 64 rows up to the end of a group, of which the others, from its beginning on, leave some."""
-    a_ring, grad_ring, full, empty, known = ring
+    a_ring, grad_ring, full, empty, _ = ring
     a_desc, grad_desc = operands
     BYTES: gl.constexpr = a_desc.block_type.nbytes + CONSUMERS * grad_desc.block_type.nbytes
     ROWS: gl.constexpr = grad_desc.block_type.shape[1]
@@ -266,9 +267,9 @@ def _multiply_columns(ring, out, E, N, K, consumer):
     stage, phase = 0, 0
     packed_NK = _pack(_zeros(ROWS, COLUMNS, ring[1].dtype))
     last_row, last_end, last_k = 0, 0, 0
-    e, rows, at = take_over(ring, stage, phase)
+    e, rows, numbers = take_over(ring, stage, phase)
     while e < E:
-        block, column = halves_of(at)
+        block, column = halves_of(numbers)
         n = block * BLOCK + consumer * ROWS
         steps = _steps(rows)
         if n < N:
@@ -289,7 +290,7 @@ def _multiply_columns(ring, out, E, N, K, consumer):
             last_row, last_end, last_k = e * N + n, e * N + N, column * COLUMNS
         else:
             stage, phase = _skip(ring, stage, phase, steps)
-        e, rows, at = take_over(ring, stage, phase)
+        e, rows, numbers = take_over(ring, stage, phase)
     _store(out, consumer, packed_NK, last_row, last_end, last_k, K)
     tma.store_wait(0)
 

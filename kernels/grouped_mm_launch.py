@@ -5,6 +5,7 @@ Apart from them, because it takes Gluon to import this, an experimental part of 
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -17,27 +18,57 @@ from kernels.grouped_mm_kernels import _grouped_mm_kernel, _weight_grad_kernel
 from kernels.quantize import BLOCK, E4M3
 
 _ELEMENTS = {E4M3: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.int32: gl.int32}
-# Two consumers and the loading warp, whose own four get as many registers until they are handed on.
-_OPTIONS = {"num_warps": 4, "maxnreg": 168}
+_ROW_BYTES = 128  # of a block in shared memory, along what is summed over
+_OPTIONS = {"num_warps": 4, "maxnreg": 168}  # see kernels/ring_kernels.py
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([*block], _ELEMENTS[dtype])
 
 
 def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, [*block], gl.NVMMASharedLayout.get_default_for([*block], _ELEMENTS[x.dtype]))
+    return TensorDescriptor.from_tensor(x, [*block], _layout(block, x.dtype))
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Numbers side by side from an aligned address on, as descriptors want them, also the strides of a dimension of one."""
+    strides = [math.prod(x.shape[i + 1 :]) for i in range(x.dim())]
+    return x if [*x.stride()] == strides and x.data_ptr() % 16 == 0 else x.new_empty(x.shape).copy_(x)
+
+
+def _check(offsets_E: Tensor, groups: int, sizes: dict[str, int], multiple: int, same: tuple[int, int]) -> None:
+    """What a kernel would read or write out of bounds by, of given ``sizes``; ``same`` are those that both operands have.
+
+    Raises:
+        ValueError: it is wrong.
+    """
+    if offsets_E.dtype != torch.int32 or tuple(offsets_E.shape) != (groups,):
+        raise ValueError(
+            f"ends of {groups} groups must be int32 [{groups}], not {offsets_E.dtype} {[*offsets_E.shape]}; convert or pass those"
+        )
+    if same[0] != same[1]:
+        raise ValueError(f"operands must have the same size where they meet, not {same[0]} and {same[1]}")
+    if wrong := {name: size for name, size in sizes.items() if size % multiple}:
+        raise ValueError(f"sizes must be multiples of {multiple}, not {wrong}; pad the weights")
 
 
 @functools.cache
 def _counters(device: torch.device) -> Iterator[Tensor]:
-    """Counters of tiles, zero between launches, to be used in turn.
-
-    Launches that run at the same time need one each, be they from other streams or in graphs that are replayed: there are many
-    more than that. The first launch on a device cannot be captured in a graph, since it waits for the zeros.
-    """
+    """Counters of tiles, zero between launches, to be used in turn: launches that run at the same time need one each."""
     counters = torch.zeros(1024, 4, dtype=torch.int32, device=device)  # 16 bytes apart: Triton compiles for aligned addresses
     if counters.is_cuda:
         zeroed = torch.cuda.Event()
         zeroed.record(torch.cuda.current_stream(device))
         zeroed.synchronize()
     return itertools.cycle(counters.unbind())
+
+
+def _counter(device: torch.device) -> Tensor:
+    """A launch's own in a graph, which may be replayed at any time and sets it to zero first."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.zeros(4, dtype=torch.int32, device=device)
+    return next(_counters(device))
 
 
 def _programs(x: Tensor) -> int:
@@ -48,36 +79,38 @@ def launch_grouped_mm(
     a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor, a_scale_R: Tensor | None = None, b_scale_EN: Tensor | None = None
 ) -> Tensor:
     """Of bf16, or of E4M3 with scales and the numbers along K side by side."""
-    a_RK = a_RK.contiguous()
-    (R, K), (E, _, N), depth = a_RK.shape, b_EKN.shape, BLOCK // a_RK.itemsize
-    out_RN, stored_enk = a_RK.new_empty(R, N, dtype=torch.bfloat16), b_EKN.stride(1) == 1
-    b = _descriptor(b_EKN.transpose(1, 2), 1, 256, depth) if stored_enk else _descriptor(b_EKN.contiguous(), 1, depth, 256)
+    (R, K), (E, depth_of_b, N), depth = a_RK.shape, b_EKN.shape, _ROW_BYTES // a_RK.itemsize
+    _check(offsets_E, E, {"K": K, "N": N}, 16 // a_RK.itemsize, (K, depth_of_b))
+    a_RK, out_RN, stored_enk = _plain(a_RK), a_RK.new_empty(R, N, dtype=torch.bfloat16), b_EKN.stride(1) == 1
+    b = _descriptor(_plain(b_EKN.transpose(1, 2)), 1, 256, depth) if stored_enk else _descriptor(_plain(b_EKN), 1, depth, 256)
     pairs = out_RN.view(torch.int32)
     _grouped_mm_kernel[(_programs(a_RK),)](
         _descriptor(a_RK, 64, depth), b, _descriptor(pairs, 64, 32), a_scale_R, b_scale_EN, pairs,
-        next(_counters(a_RK.device)), offsets_E, E, K, N, B_IS_ENK=stored_enk, **_OPTIONS,
+        _counter(a_RK.device), offsets_E, E, K, N, B_IS_ENK=stored_enk, **_OPTIONS,
     )  # fmt: skip
     return out_RN
 
 
 def launch_weight_grad(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor) -> Tensor:
-    grad_RN, a_RK = grad_RN.contiguous(), a_RK.contiguous()
     N, K, E = grad_RN.shape[1], a_RK.shape[1], len(offsets_E)
+    _check(offsets_E, E, {"K": K, "N": N}, 8, (len(grad_RN), len(a_RK)))
+    grad_RN, a_RK = _plain(grad_RN), _plain(a_RK)
     out_ENK = a_RK.new_empty(E, N, K)
     pairs = out_ENK.flatten(0, 1).view(torch.int32)
     _weight_grad_kernel[(_programs(a_RK),)](
         _descriptor(grad_RN, 64, 64), _descriptor(a_RK, 64, 256), _descriptor(pairs, 64, 32),
-        pairs, next(_counters(a_RK.device)), offsets_E, E, N, K, **_OPTIONS,
+        pairs, _counter(a_RK.device), offsets_E, E, N, K, **_OPTIONS,
     )  # fmt: skip
     return out_ENK
 
 
 def launch_grouped_mm_blockwise(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor) -> Tensor:
-    (R, K), (E, N, _) = a_RK.shape, b_ENK.shape
-    out_RN = a_RK.new_empty(R, N, dtype=torch.bfloat16)
+    (R, K), (E, N, depth_of_b) = a_RK.shape, b_ENK.shape
+    _check(offsets_E, E, {"K": K, "N": N}, BLOCK, (K, depth_of_b))
+    a_RK, b_ENK, out_RN = _plain(a_RK), _plain(b_ENK), a_RK.new_empty(R, N, dtype=torch.bfloat16)
     _grouped_mm_blockwise_kernel[(_programs(a_RK),)](
         _descriptor(a_RK, BLOCK, BLOCK), _descriptor(b_ENK.flatten(0, 1), BLOCK, BLOCK), _descriptor(out_RN, 64, 64),
-        a_scale, b_scale, out_RN, next(_counters(a_RK.device)), offsets_E, E, K, N, R, **_OPTIONS,
+        a_scale, b_scale, out_RN, _counter(a_RK.device), offsets_E, E, K, N, R, **_OPTIONS,
     )  # fmt: skip
     return out_RN
 
@@ -86,10 +119,11 @@ def launch_weight_grad_fp8(
     grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, blockwise: bool
 ) -> Tensor:
     N, K, E = len(grad_NW), len(a_KW), len(ends_E)
+    _check(ends_E, E, {"K": K, "N": N}, BLOCK if blockwise else 16, (grad_NW.shape[1], a_KW.shape[1]))
     out_ENK = a_KW.new_empty(E, N, K, dtype=torch.bfloat16)
     scales = (_descriptor(x, 1, BLOCK) if blockwise else x for x in (grad_scale, a_scale))
     _weight_grad_fp8_kernel[(_programs(a_KW),)](
         _descriptor(grad_NW, BLOCK, BLOCK), _descriptor(a_KW, BLOCK, BLOCK), *scales, _descriptor(out_ENK.flatten(0, 1), 64, 64),
-        out_ENK, next(_counters(a_KW.device)), ends_E, E, N, K, BLOCKWISE=blockwise, **_OPTIONS,
+        out_ENK, _counter(a_KW.device), ends_E, E, N, K, BLOCKWISE=blockwise, **_OPTIONS,
     )  # fmt: skip
     return out_ENK

@@ -8,6 +8,9 @@ other's. A barrier completes a phase when a stage is full or empty, and the phas
 The warp that loads takes the number of its next tile from a counter when it is about to load it, so that a program whose
 multiprocessor is another kernel's for a while leaves its work to the others, and hands over what consumers must know of the tile
 with its first stage. A counter is zero between launches: the program that took the last number sets it back.
+
+A kernel starts with 168 registers a thread in 12 warps, four for each consumer and four of which one loads. These give the
+consumers what they need not: 232 * 8 + 40 * 4 = 168 * 12.
 """
 
 from triton.experimental import gluon
@@ -83,21 +86,23 @@ def halves_of(numbers):
 @gluon.jit
 def hand_over(ring, stage, phase, tile):
     """Tells the consumers three numbers of a tile once its first stage is empty; that stage's arrivals follow."""
-    mbarrier.wait(ring[3].index(stage), phase ^ 1)
+    _, _, _, empty, known = ring
+    mbarrier.wait(empty.index(stage), phase ^ 1)
     for i in gl.static_range(3):
-        ring[4].index(stage * 4 + i).store(gl.full([1], tile[i], gl.int32, ONE_WARP))
+        known.index(stage * 4 + i).store(gl.full([1], tile[i], gl.int32, ONE_WARP))
 
 
 @gluon.jit
-def _known(ring, stage, i):
-    return gl.sum(ring[4].index(stage * 4 + i).load(FOUR_WARPS), 0)
+def _number(known, stage, i):
+    return gl.sum(known.index(stage * 4 + i).load(FOUR_WARPS), 0)
 
 
 @gluon.jit
 def take_over(ring, stage, phase):
     """What a tile was handed over with, once its first stage is full."""
-    mbarrier.wait(ring[2].index(stage), phase)
-    return _known(ring, stage, 0), _known(ring, stage, 1), _known(ring, stage, 2)
+    _, _, full, _, known = ring
+    mbarrier.wait(full.index(stage), phase)
+    return _number(known, stage, 0), _number(known, stage, 1), _number(known, stage, 2)
 
 
 @gluon.jit
@@ -107,8 +112,9 @@ def end_tiles(ring, stage, phase, counter_ptr, past, none, LOADS: gl.constexpr):
     ``past`` is by how much the number that this program found no tile for lies past the last tile's. Every tile and every program
     took a number, so the greatest is the one that lies ``num_programs - 1`` past; when it is known, all are taken.
     """
+    _, _, full, _, _ = ring
     hand_over(ring, stage, phase, none)
-    mbarrier.arrive(ring[2].index(stage), count=LOADS)
+    mbarrier.arrive(full.index(stage), count=LOADS)
     lane = gl.arange(0, 32, ONE_WARP)
     last = past == gl.num_programs(0) - 1
     zero = gl.full([32], 0, gl.int32, ONE_WARP)

@@ -2,13 +2,15 @@
 
 A program begins when one of as many multiprocessors as there are is free, so that some may begin when others have ended.
 
-What is asynchronous happens as late as the kernel's waits allow, products with what then stands in shared memory: who lets go of
-a stage or of a place too early computes something else, and who waits for what never comes fails after some seconds. Only what
-the kernels use is here, and no layouts: how registers and shared memory hold a block, and fences, are the compiler's.
+Products and stores that are asynchronous happen as late as the kernel's waits allow, with what then stands in shared memory: who
+lets go of a stage or of a place too early computes something else. Who forgets a fence fails, as does who waits for what never
+comes, or loads and counts for more than a minute. Only what the kernels use is here, and no layouts: how registers and shared
+memory hold a block is the compiler's. All integers have 64 bits.
 """
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FunctionType, SimpleNamespace
@@ -21,7 +23,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.runtime.jit import JITFunction
 
 _PATIENCE = 10.0  # seconds
-_here = threading.local()  # of a partition: its program's number and grid, products and stores under way
+# Of a partition: its program's number and grid, when it must have ended, products and stores under way, what is not fenced.
+_here = threading.local()
 _changed = threading.Condition()
 # Of the last launch: how often each element was stored, by the address of a tensor, and the programs that loaded anything.
 stored: dict[int, Tensor] = {}
@@ -67,6 +70,14 @@ class Shared:
 
     def store(self, x: Tensor) -> None:
         self.x.copy_(x)
+        _here.unfenced.add(self._memory())
+
+    def _memory(self) -> int:
+        return self.x.untyped_storage().data_ptr()
+
+    def check_fenced(self) -> None:
+        """What reads asynchronously sees what a partition has stored only behind a fence."""
+        assert self._memory() not in _here.unfenced, "stored, but not fenced"
 
 
 class Pointer:
@@ -120,6 +131,7 @@ def _expect(place: SimpleNamespace, size: int) -> None:
 
 def _copy_in(desc: Descriptor, at: list[int], bar: SimpleNamespace, block: Shared) -> None:
     assert block.shape == desc.block_type.shape
+    _not_forever()
     loaded.add(_here.program[0])
     there, here = desc.inside(at)
     raw = block.x.view(torch.uint8) if block.x.itemsize == 1 else block.x
@@ -129,6 +141,7 @@ def _copy_in(desc: Descriptor, at: list[int], bar: SimpleNamespace, block: Share
 
 
 def _copy_out(desc: Descriptor, at: list[int], block: Shared) -> None:
+    block.check_fenced()
     _here.stores.append((desc, at, block))
 
 
@@ -145,6 +158,8 @@ def _count(x: Tensor) -> Tensor:
 
 
 def _multiply(left: Shared, right: Shared, total: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
+    left.check_fenced()
+    right.check_fenced()
     _here.products.append((left, right, total))
     return total if use_acc else total.zero_()
 
@@ -172,6 +187,8 @@ def _store(at: Pointer, x: Tensor, mask: Tensor) -> None:
 
 def _atomic(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     def atomic(at: Pointer, x: Tensor, mask: Tensor, sem: str, scope: str) -> Tensor:
+        _not_forever()
+        assert scope == "gpu" and sem == "relaxed"
         before = torch.full_like(x, -7)
         with _changed:
             before[mask] = at.x[at.offset[mask]]
@@ -179,6 +196,10 @@ def _atomic(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]
         return before
 
     return atomic
+
+
+def _not_forever() -> None:
+    assert time.monotonic() < _here.deadline, "a kernel that does not end"
 
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: None) -> Shared | Barriers:
@@ -199,10 +220,10 @@ def _pack(code: str, constraints: str, pair: list[Tensor], dtype: torch.dtype, i
 
 
 def _specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
-    failures, program = [], _here.program
+    failures, inherited = [], {"program": _here.program, "deadline": _here.deadline}
 
     def run(partition: Any, arguments: tuple[Any, ...]) -> None:
-        _here.program, _here.products, _here.stores = program, [], []
+        _here.__dict__.update(inherited, products=[], stores=[], unfenced=set())
         try:
             partition(*arguments)
             assert not _here.products and not _here.stores
@@ -236,11 +257,11 @@ _KNOWN = {
     ),
     id(hopper.warpgroup_mma): _multiply,
     id(hopper.warpgroup_mma_wait): _multiply_wait,
-    id(hopper.fence_async_shared): lambda: None,
+    id(hopper.fence_async_shared): lambda: _here.unfenced.clear(),
 }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """What a kernel's global name stands for here."""
     if id(value) in _KNOWN:
         return _KNOWN[id(value)]
@@ -249,7 +270,7 @@ def _plain(value: Any) -> Any:
         function = FunctionType(value.fn.__code__, names, value.fn.__name__, value.fn.__defaults__)
         for name in value.fn.__code__.co_names:
             if name in value.fn.__globals__:
-                names[name] = _plain(value.fn.__globals__[name])
+                names[name] = plain(value.fn.__globals__[name])
         return function
     if isinstance(value, gl.constexpr):
         return value.value
@@ -260,16 +281,17 @@ class OnThreads:
     """Stands for a kernel, on so many multiprocessors."""
 
     def __init__(self, kernel: JITFunction, multiprocessors: int):
-        self.kernel, self.multiprocessors = _plain(kernel), multiprocessors
+        self.kernel, self.multiprocessors = plain(kernel), multiprocessors
 
     def __getitem__(self, grid: tuple[int]):
         def launch(*arguments: Any, num_warps: int, maxnreg: int, **constants: Any) -> None:
             arguments = tuple(Pointer(x) if isinstance(x, Tensor) else x for x in arguments)
             stored.clear()
             loaded.clear()
+            deadline = time.monotonic() + 60
 
             def run(program: int) -> None:
-                _here.program = program, *grid
+                _here.program, _here.deadline = (program, *grid), deadline
                 self.kernel(*arguments, **constants)
 
             with ThreadPoolExecutor(self.multiprocessors) as pool:

@@ -191,6 +191,7 @@ def random_groups(E: int, rows: int) -> list[int]:
 
 
 GROUPS = {"edges": [0, 1, 7, 63, 65, 127, 129], "one": [0, 0, 500, 0], "none": [0, 0, 0]}
+GROUPS["ragged"] = [1000, 0, 129, 64, 1, 128, 127, 192, 7]
 GROUPS |= {str(E): random_groups(E, 20 * E) for E in (6, 20, 160, 256)}
 
 
@@ -210,7 +211,6 @@ def test_grouped_products(poisoned, dtype, groups) -> None:
         assert size or not actual.any()
 
 
-GROUPS["ragged"] = [1000, 0, 129, 64, 1, 128, 127, 192, 7]
 # Tiles that are cut off, whole ones, and less than one.
 SIZES = pytest.mark.parametrize(("N", "K"), [(264, 328), (512, 128), (40, 72)])
 
@@ -258,6 +258,28 @@ def test_weight_grad_replays_with_other_groups() -> None:
         ends.copy_(ends_of(groups))
         graph.replay()
         assert torch.equal(captured_ENK, grouped_mm_weight_grad(grad_RN, a_RK, ends))
+
+
+def test_graphs_count_tiles_of_their_own() -> None:
+    """Two graphs that are replayed at once, beside more launches than there are counters; the first of which may be captured."""
+    a_RK, b_EKN, ends = randn(65536, 768, dtype=BF16), randn(16, 768, 2048, dtype=BF16), ends_of([4096] * 16)
+    grouped_mm(a_RK[:128], b_EKN, ends_of([128] + [0] * 15))  # compiles
+    grouped_mm_launch._counters.cache_clear()
+    graphs, captured = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            captured.append(grouped_mm(a_RK, b_EKN, ends))
+        for _ in range(1023):
+            grouped_mm(a_RK[:128], b_EKN, ends_of([128] + [0] * 15))
+    expected, other = grouped_mm(a_RK, b_EKN, ends), torch.cuda.Stream()
+    for _ in range(5):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            graphs[0].replay()
+        graphs[1].replay()
+        eager = grouped_mm(a_RK, b_EKN, ends)
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for out in (*captured, eager))
 
 
 def test_tiles_are_shared_out_anew_by_every_launch() -> None:
