@@ -5,7 +5,6 @@ Apart from them, because it takes Gluon to import this, an experimental part of 
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 
 import torch
@@ -31,10 +30,11 @@ def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [*block], _layout(block, x.dtype))
 
 
-def _plain(x: Tensor) -> Tensor:
-    """Numbers side by side from an aligned address on, as descriptors want them, also the strides of a dimension of one."""
-    strides = [math.prod(x.shape[i + 1 :]) for i in range(x.dim())]
-    return x if [*x.stride()] == strides and x.data_ptr() % 16 == 0 else x.new_empty(x.shape).copy_(x)
+def _aligned(x: Tensor) -> Tensor:
+    """As descriptors want it, else a copy: rows of numbers side by side, all of which begin at multiples of 16 bytes."""
+    *others, last = x.stride()
+    fits = last == 1 and not any(stride * x.itemsize % 16 for stride in others) and x.data_ptr() % 16 == 0
+    return x if fits else x.new_empty(x.shape).copy_(x)
 
 
 def _check(offsets_E: Tensor, groups: int, sizes: dict[str, int], multiple: int, same: tuple[int, int]) -> None:
@@ -81,8 +81,8 @@ def launch_grouped_mm(
     """Of bf16, or of E4M3 with scales and the numbers along K side by side."""
     (R, K), (E, depth_of_b, N), depth = a_RK.shape, b_EKN.shape, _ROW_BYTES // a_RK.itemsize
     _check(offsets_E, E, {"K": K, "N": N}, 16 // a_RK.itemsize, (K, depth_of_b))
-    a_RK, out_RN, stored_enk = _plain(a_RK), a_RK.new_empty(R, N, dtype=torch.bfloat16), b_EKN.stride(1) == 1
-    b = _descriptor(_plain(b_EKN.transpose(1, 2)), 1, 256, depth) if stored_enk else _descriptor(_plain(b_EKN), 1, depth, 256)
+    a_RK, out_RN, stored_enk = _aligned(a_RK), a_RK.new_empty(R, N, dtype=torch.bfloat16), b_EKN.stride(1) == 1
+    b = _descriptor(_aligned(b_EKN.transpose(1, 2)), 1, 256, depth) if stored_enk else _descriptor(_aligned(b_EKN), 1, depth, 256)
     pairs = out_RN.view(torch.int32)
     _grouped_mm_kernel[(_programs(a_RK),)](
         _descriptor(a_RK, 64, depth), b, _descriptor(pairs, 64, 32), a_scale_R, b_scale_EN, pairs,
@@ -94,7 +94,7 @@ def launch_grouped_mm(
 def launch_weight_grad(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor) -> Tensor:
     N, K, E = grad_RN.shape[1], a_RK.shape[1], len(offsets_E)
     _check(offsets_E, E, {"K": K, "N": N}, 8, (len(grad_RN), len(a_RK)))
-    grad_RN, a_RK = _plain(grad_RN), _plain(a_RK)
+    grad_RN, a_RK = _aligned(grad_RN), _aligned(a_RK)
     out_ENK = a_RK.new_empty(E, N, K)
     pairs = out_ENK.flatten(0, 1).view(torch.int32)
     _weight_grad_kernel[(_programs(a_RK),)](
@@ -107,7 +107,7 @@ def launch_weight_grad(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor) -> Tens
 def launch_grouped_mm_blockwise(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor) -> Tensor:
     (R, K), (E, N, depth_of_b) = a_RK.shape, b_ENK.shape
     _check(offsets_E, E, {"K": K, "N": N}, BLOCK, (K, depth_of_b))
-    a_RK, b_ENK, out_RN = _plain(a_RK), _plain(b_ENK), a_RK.new_empty(R, N, dtype=torch.bfloat16)
+    a_RK, b_ENK, out_RN = _aligned(a_RK), _aligned(b_ENK), a_RK.new_empty(R, N, dtype=torch.bfloat16)
     _grouped_mm_blockwise_kernel[(_programs(a_RK),)](
         _descriptor(a_RK, BLOCK, BLOCK), _descriptor(b_ENK.flatten(0, 1), BLOCK, BLOCK), _descriptor(out_RN, 64, 64),
         a_scale, b_scale, out_RN, _counter(a_RK.device), offsets_E, E, K, N, R, **_OPTIONS,

@@ -121,8 +121,8 @@ def _wait(place: SimpleNamespace, parity: int) -> None:
         assert _changed.wait_for(lambda: place.all[place.i].phase != parity, _PATIENCE), "a phase that never completes"
 
 
-def _arrive(place: SimpleNamespace, count: int = 1, pred: bool = True) -> None:
-    place.all[place.i].count(count * pred, 0)
+def _arrive(place: SimpleNamespace, count: int = 1) -> None:
+    place.all[place.i].count(count, 0)
 
 
 def _expect(place: SimpleNamespace, size: int) -> None:
@@ -245,8 +245,8 @@ _LANGUAGE = SimpleNamespace(
     atomic_add=_atomic(lambda before, x: before + x), atomic_xchg=_atomic(lambda before, x: x), sum=lambda x, axis: int(x.sum()),
     full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
     zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda a, b, layout: torch.arange(a, b),
-    SliceLayout=lambda *_: None, cdiv=lambda a, b: -(-a // b), static_range=range, to_tensor=lambda x: x,
-    program_id=lambda axis: _here.program[0], num_programs=lambda axis: _here.program[1], split=lambda x: x.unbind(-1),
+    SliceLayout=lambda *_: None, cdiv=lambda a, b: -(-a // b), static_range=range,
+    num_programs=lambda axis: _here.program[1], split=lambda x: x.unbind(-1),
     reshape=torch.reshape, permute=torch.permute, inline_asm_elementwise=_pack, warp_specialize=_specialize,
 )  # fmt: skip
 _KNOWN = {

@@ -156,13 +156,16 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         weight_grad(x_RK, x_RK[1:], ends)
 
 
-def test_operands_are_put_side_by_side() -> None:
-    """One row of wider ones has their stride; another may begin anywhere."""
+def test_operands_are_copied_if_they_must() -> None:
+    """One row of wider ones has their stride; another may begin anywhere. Weights that were turned lie in wider rows."""
     wide = bf16(4, 35)
-    for x in (wide[:1, :32], wide[:, :32], wide.flatten()[1:129].view(4, 32)):
-        plain_x = grouped_mm_launch._plain(x)
-        assert torch.equal(plain_x, x) and plain_x.stride() == (32, 1) and plain_x.data_ptr() % 16 == 0
-    assert grouped_mm_launch._plain(wide) is wide
+    for x in (wide[:1, :32], wide[:, :32], wide.flatten()[1:129].view(4, 32), wide[:, :32].t()):
+        copy = grouped_mm_launch._aligned(x)
+        assert torch.equal(copy, x) and copy.is_contiguous() and copy.data_ptr() % 16 == 0 and copy.stride(0) == x.shape[1]
+    turned_EKN, _ = quantize.quantize_weights(bf16(3, 144, 64), False, True)
+    assert not turned_EKN.is_contiguous()
+    for x in (bf16(4, 40)[:, 8:], turned_EKN):
+        assert grouped_mm_launch._aligned(x) is x
 
 
 class Recorded:
