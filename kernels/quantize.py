@@ -11,7 +11,6 @@ import triton
 from torch import Tensor
 
 from kernels.quantize_kernels import (
-    _quantize_columns_kernel,
     _quantize_rows_kernel,
     _quantize_tiles_kernel,
     _spread_rows_kernel,
@@ -19,6 +18,7 @@ from kernels.quantize_kernels import (
 
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn
+_PROGRAMS = 2048  # that quantise columns, at least: fewer would leave multiprocessors idle
 
 
 def quantize_reference(x_MK: Tensor, size_m: int, size_k: int, power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -159,12 +159,20 @@ def launch_columns(
     x: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None, choices: int, x_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of elements of E4M3 with ``x_scale``, a row each of one scale or blockwise of one for 128 elements."""
+    from kernels.quantize_columns_kernels import COLUMNS, WARPS, _column_bits_kernel, _quantize_columns_kernel  # take Gluon
+
     (rows, C), E, x = x.shape, len(offsets_E), x if x.stride(1) == 1 else x.contiguous()
     elements_CW, scale, ends_E = empty_columns(x, C, rows if pair_R is None else len(pair_R), E, blockwise)
-    _quantize_columns_kernel[(triton.cdiv(C, 64), E, 4 if blockwise else 1)](
-        x, x_scale, pair_R, offsets_E, elements_CW, scale, ends_E, C, E, elements_CW.shape[1],
-        x.stride(0), 0 if x_scale is None else x_scale.stride(0), SCALED=x_scale is not None,
-        CHOICES=0 if pair_R is None else choices, E_P=triton.next_power_of_2(E), BLOCK_C=64, BLOCKWISE=blockwise, num_warps=4,
+    slabs = triton.cdiv(C, COLUMNS.value)
+    grid = slabs, E, max(4, triton.cdiv(_PROGRAMS, slabs * E))
+    bits = None if blockwise else scale.new_zeros(E, C, dtype=torch.int32)
+    source, strides = (x, x_scale, pair_R, offsets_E), (x.stride(0), 0 if x_scale is None else x_scale.stride(0))
+    choices = 0 if pair_R is None else choices
+    if bits is not None:
+        _column_bits_kernel[grid](*source, bits, C, *strides, CHOICES=choices, num_warps=WARPS.value)
+    _quantize_columns_kernel[grid](
+        *source, bits, elements_CW, scale, ends_E, C, E, elements_CW.shape[1], *strides,
+        CHOICES=choices, E_P=triton.next_power_of_2(E), num_warps=WARPS.value,
     )  # fmt: skip
     return elements_CW, scale, ends_E
 

@@ -77,64 +77,6 @@ def _quantize_rows_kernel(
 
 
 @triton.jit
-def _load_rows(
-    x_ptr, x_scale_ptr, pair_ptr, row_R, end, c_C, C, stride_r, scale_stride_r, SCALED: tl.constexpr, CHOICES: tl.constexpr
-):  # fmt: skip
-    mask_R = row_R < end
-    if CHOICES:
-        row_R = tl.load(pair_ptr + row_R, mask=mask_R, other=0) // CHOICES
-    row_R = row_R.to(tl.int64)
-    mask_RC = mask_R[:, None] & (c_C < C)[None, :]
-    x_RC = tl.load(x_ptr + row_R[:, None] * stride_r + c_C[None, :], mask=mask_RC, other=0.0).to(tl.float32)
-    if SCALED:
-        x_RC *= tl.load(x_scale_ptr + row_R * scale_stride_r, mask=mask_R, other=0.0)[:, None]
-    return x_RC
-
-
-@triton.jit
-def _quantize_columns_kernel(
-    x_ptr, x_scale_ptr, pair_ptr, offsets_ptr, out_ptr, scale_ptr, ends_ptr, C, E, W, stride_r, scale_stride_r,
-    SCALED: tl.constexpr, CHOICES: tl.constexpr, E_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCKWISE: tl.constexpr,
-):  # fmt: skip
-    """A program quantises some columns of a group, 128 rows after the other, and turns them into rows of the result.
-
-    Blockwise several programs share the rows.
-    """
-    e, c_C, r_R = tl.program_id(1), tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, 128)
-    e_E = tl.arange(0, E_P)
-    start_E = tl.load(offsets_ptr + e_E - 1, mask=(e_E > 0) & (e_E < E), other=0)
-    blocks_E = tl.maximum(tl.cdiv(tl.load(offsets_ptr + e_E, mask=e_E < E, other=0) - start_E, 128), 1)
-    first = tl.sum(tl.where(e_E < e, blocks_E, 0))
-    begin, end = tl.sum(tl.where(e_E == e, start_E, 0)), tl.load(offsets_ptr + e)
-    blocks = tl.maximum(tl.cdiv(end - begin, 128), 1)
-    if tl.program_id(0) + tl.program_id(2) == 0:
-        tl.store(ends_ptr + e, (first + blocks) * 128)
-    bits_C = tl.zeros([BLOCK_C], tl.int32)
-    if SCALED and BLOCKWISE:
-        # All of the program's columns are of one block of 128.
-        x_scale_ptr += tl.program_id(0) * BLOCK_C // 128
-    if not BLOCKWISE:
-        for block in range(blocks):
-            x_RC = _load_rows(
-                x_ptr, x_scale_ptr, pair_ptr, begin + block * 128 + r_R, end, c_C, C, stride_r, scale_stride_r, SCALED, CHOICES
-            )  # fmt: skip
-            bits_C = tl.maximum(bits_C, largest_bits(x_RC, 0))
-        tl.store(scale_ptr + e * C + c_C, tl.div_rn(1.0, factor_of(bits_C, True)), mask=c_C < C)
-    for block in range(tl.program_id(2), blocks, tl.num_programs(2)):
-        x_RC = _load_rows(
-            x_ptr, x_scale_ptr, pair_ptr, begin + block * 128 + r_R, end, c_C, C, stride_r, scale_stride_r, SCALED, CHOICES
-        )  # fmt: skip
-        if BLOCKWISE:
-            bits_C = largest_bits(x_RC, 0)
-        factor_C = factor_of(bits_C, not BLOCKWISE)
-        if BLOCKWISE:
-            tl.store(scale_ptr + (first + block).to(tl.int64) * C + c_C, tl.div_rn(1.0, factor_C), mask=c_C < C)
-        out_CR = tl.trans((x_RC * factor_C[None, :]).to(tl.float8e4nv))
-        to_CR = out_ptr + c_C[:, None].to(tl.int64) * W + ((first + block) * 128 + r_R)[None, :]
-        tl.store(to_CR, out_CR, mask=(c_C < C)[:, None])
-
-
-@triton.jit
 def _quantize_tiles_kernel(w_ptr, out_ptr, scale_ptr, N, K, TRANSPOSED: tl.constexpr):
     k, n, e = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n_N, k_K = n * 128 + tl.arange(0, 128), k * 128 + tl.arange(0, 128)

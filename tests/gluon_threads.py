@@ -8,6 +8,7 @@ comes, or loads and counts for more than a minute. Only what the kernels use is 
 memory hold a block is the compiler's. All integers have 64 bits.
 """
 
+import itertools
 import math
 import threading
 import time
@@ -17,6 +18,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
@@ -80,12 +82,21 @@ class Shared:
         assert self._memory() not in _here.unfenced, "stored, but not fenced"
 
 
+class Block(Tensor):
+    """A tensor that also reads its bits as another type."""
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Tensor:
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+
 class Pointer:
-    def __init__(self, x: Tensor, offset: Any = 0):
-        self.x, self.offset = x.view(-1), offset
+    def __init__(self, x: Tensor, offset: Any = 0, dtype: torch.dtype | None = None):
+        raw = x.view(torch.uint8) if x.itemsize == 1 else x  # E4M3 does less than bytes
+        self.x = raw.as_strided((x.untyped_storage().nbytes() // x.itemsize - x.storage_offset(),), (1,))
+        self.offset, self.dtype = offset, dtype or x.dtype
 
     def __add__(self, offset: Any) -> "Pointer":
-        return Pointer(self.x, self.offset + offset)
+        return Pointer(self.x, self.offset + offset, self.dtype)
 
     def __sub__(self, offset: Any) -> "Pointer":
         return self + -offset
@@ -132,7 +143,7 @@ def _expect(place: SimpleNamespace, size: int) -> None:
 def _copy_in(desc: Descriptor, at: list[int], bar: SimpleNamespace, block: Shared) -> None:
     assert block.shape == desc.block_type.shape
     _not_forever()
-    loaded.add(_here.program[0])
+    loaded.add(_here.program[0][0])
     there, here = desc.inside(at)
     raw = block.x.view(torch.uint8) if block.x.itemsize == 1 else block.x
     raw.zero_()
@@ -176,13 +187,18 @@ def _load(at: Pointer, mask: Any = True, other: float = 0) -> Any:
         return int(at.x[int(at.offset)]) if mask else other
     mask = torch.as_tensor(mask).expand_as(at.offset)
     assert ((0 <= at.offset) & (at.offset < len(at.x)))[mask].all()
-    return torch.where(mask, at.x[at.offset.clamp(0, len(at.x) - 1)], torch.tensor(other, dtype=at.x.dtype))
+    found = at.x.new_full(mask.shape, other)
+    found[mask] = at.x[at.offset[mask]]
+    return found.view(at.dtype).as_subclass(Block)
 
 
-def _store(at: Pointer, x: Tensor, mask: Tensor) -> None:
-    chosen = at.offset.expand_as(x)[mask.expand_as(x)]
-    at.x[chosen] = x[mask.expand_as(x)]
-    _count(at.x)[chosen] += 1
+def _store(at: Pointer, x: Any, mask: Any = True) -> None:
+    x = torch.as_tensor(x, dtype=at.dtype).view(at.x.dtype)
+    mask = torch.as_tensor(mask).expand_as(x)
+    chosen = torch.as_tensor(at.offset).expand_as(x)[mask]
+    at.x[chosen] = x[mask]
+    with _changed:
+        _count(at.x)[chosen] += 1
 
 
 def _atomic(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -214,6 +230,10 @@ def _minimum(a: Any, b: Any) -> Any:
     return a.clamp(max=b) if isinstance(a, Tensor) else min(a, b)
 
 
+def _maximum(a: Any, b: Any) -> Any:
+    return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype)) if isinstance(a, Tensor) else max(a, b)
+
+
 def _pack(code: str, constraints: str, pair: list[Tensor], dtype: torch.dtype, is_pure: bool, pack: int) -> Tensor:
     assert code.startswith("cvt.rn.bf16x2.f32 $0, $2, $1")
     return torch.stack([x.bfloat16() for x in pair], -1).view(torch.int32).squeeze(-1)
@@ -241,16 +261,22 @@ def _specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int],
 
 _LANGUAGE = SimpleNamespace(
     **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "zeros_like")},
-    constexpr=None, load=_load, store=_store, allocate_shared_memory=_allocate, where=_where, minimum=_minimum, maximum=max,
-    atomic_add=_atomic(lambda before, x: before + x), atomic_xchg=_atomic(lambda before, x: x), sum=lambda x, axis: int(x.sum()),
-    full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-    zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda a, b, layout: torch.arange(a, b),
+    constexpr=None, float8e4nv=torch.float8_e4m3fn, abs=torch.abs, max=lambda x, axis: x.amax(axis),
+    div_rn=lambda a, b: torch.tensor(a) / b,  # of a number torch would multiply by the inverse
+    load=_load, store=_store, allocate_shared_memory=_allocate, where=_where, minimum=_minimum, maximum=_maximum,
+    atomic_add=_atomic(lambda before, x: before + x), atomic_xchg=_atomic(lambda before, x: x), atomic_max=_atomic(torch.maximum),
+    sum=lambda x, axis: int(x.sum()), convert_layout=lambda x, layout: x,
+    full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype).as_subclass(Block),
+    zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+    arange=lambda a, b, layout: torch.arange(a, b).as_subclass(Block),
     SliceLayout=lambda *_: None, cdiv=lambda a, b: -(-a // b), static_range=range,
-    num_programs=lambda axis: _here.program[1], split=lambda x: x.unbind(-1),
+    to_tensor=lambda x: torch.tensor(x).as_subclass(Block), split=lambda x: x.unbind(-1),
+    program_id=lambda axis: _here.program[0][axis], num_programs=lambda axis: _here.program[1][axis],
     reshape=torch.reshape, permute=torch.permute, inline_asm_elementwise=_pack, warp_specialize=_specialize,
 )  # fmt: skip
 _KNOWN = {
     id(gl): _LANGUAGE,
+    id(tl): _LANGUAGE,
     id(hopper.mbarrier): SimpleNamespace(init=_init, wait=_wait, arrive=_arrive, expect=_expect, MBarrierLayout=lambda: None),
     id(hopper.tma): SimpleNamespace(
         async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=_store_wait
@@ -281,20 +307,20 @@ class OnThreads:
     """Stands for a kernel, on so many multiprocessors."""
 
     def __init__(self, kernel: JITFunction, multiprocessors: int):
-        self.kernel, self.multiprocessors = plain(kernel), multiprocessors
+        self.source, self.kernel, self.multiprocessors = kernel, plain(kernel), multiprocessors
 
-    def __getitem__(self, grid: tuple[int]):
-        def launch(*arguments: Any, num_warps: int, maxnreg: int, **constants: Any) -> None:
+    def __getitem__(self, grid: tuple[int, ...]):
+        def launch(*arguments: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
             arguments = tuple(Pointer(x) if isinstance(x, Tensor) else x for x in arguments)
             stored.clear()
             loaded.clear()
             deadline = time.monotonic() + 60
 
-            def run(program: int) -> None:
-                _here.program, _here.deadline = (program, *grid), deadline
+            def run(program: tuple[int, ...]) -> None:
+                _here.program, _here.deadline = (program, grid), deadline
                 self.kernel(*arguments, **constants)
 
             with ThreadPoolExecutor(self.multiprocessors) as pool:
-                list(pool.map(run, range(*grid)))
+                list(pool.map(run, itertools.product(*map(range, grid))))
 
         return launch

@@ -84,28 +84,8 @@ def row_cases():
             yield f"spread_rows_fp8 {case}", same_products(quantize._launch_spread(tokens, row_NK, R, blockwise), expected, named)
 
 
-def column_cases():
-    for groups in ([0, 1, 7, 0, 129, 31, 127, 128], [40], [0, 0], [0, 300, 0]):
-        rows, ends = sum(groups), torch.tensor(groups).cumsum(0, dtype=torch.int32)
-        for C, blockwise, choices in ((80, False, 0), (48, True, 0), (16, False, 2), (128, True, 3)):
-            count = rows + 5
-            x = numbers(-(-count // choices) if choices else count, C, torch.bfloat16)
-            pair = None
-            if choices:
-                pair = torch.randperm(len(x) * choices)[:count].int()
-                pair[rows:] = -1
-            else:
-                x[rows:] = torch.nan
-            actual = quantize.launch_columns(x, ends, blockwise, pair, choices)
-            expected = quantize.quantize_columns(x, ends, blockwise, pair, choices or 1)
-            used, case = int(expected[2][-1]), f"{groups} by {C}, blockwise {blockwise}, {choices} choices"
-            blocks = used // 128 if blockwise else len(groups)
-            wrong = different(actual[0][:, :used], expected[0][:, :used]) + different(actual[2], expected[2])
-            yield f"quantize_columns {case}", wrong + different(actual[1][:blocks], expected[1][:blocks])
-
-
 def packed_cases():
-    """Tokens packed by the kernel, spread to rows, and turned: as by the references of packing and of tokens that are not."""
+    """Tokens packed by the kernel and spread to rows: as by the references of packing and of tokens that are not."""
     for N, D, K, groups in ((9, 128, 2, [5, 0, 7]), (70, 384, 3, [1, 129, 0, 60]), (6, 80, 1, [2, 0, 3]), (1, 2048, 4, [3])):
         for dtype in (torch.float32, torch.bfloat16):
             x_ND, count = numbers(N, D + 8, dtype)[:, :D], sum(groups)
@@ -113,7 +93,7 @@ def packed_cases():
             pair_R[count:] = -1
             row_P = torch.full((N * K,), -1, dtype=torch.int32)
             row_P[pair_R[:count].long()] = torch.arange(count, dtype=torch.int32)
-            row_NK, ends = row_P.view(N, K), torch.tensor(groups).cumsum(0, dtype=torch.int32)
+            row_NK = row_P.view(N, K)
             for blockwise in (True, False) if D % 128 == 0 else (False,):
                 case = f"{dtype} {N}x{D}, {groups}, blockwise {blockwise}"
                 used = D // 4 + packed_tokens.scales_of_token(D, blockwise)
@@ -128,14 +108,6 @@ def packed_cases():
                 for name, op in (("kernel", packed_tokens._launch_spread), ("op", packed_tokens.spread_packed)):
                     actual = op(words, row_NK, count + 2, D, blockwise)
                     yield f"spread_packed {name} {case}", same_products(actual, expected, slice(0, count))
-                actual = quantize.launch_columns(
-                    words.view(quantize.E4M3)[:, :D], ends, blockwise, pair_R, K, words.view(torch.float32)[:, D // 4 :]
-                )
-                expected = packed_tokens.quantize_packed_columns(words, D, ends, blockwise, pair_R, K)
-                width = int(expected[2][-1])
-                blocks = width // 128 if blockwise else len(groups)
-                wrong = different(actual[0][:, :width], expected[0][:, :width]) + different(actual[2], expected[2])
-                yield f"quantize_packed_columns {case}", wrong + different(actual[1][:blocks], expected[1][:blocks])
 
 
 def tile_cases():
@@ -245,7 +217,7 @@ def head_cases():
         yield f"cross_entropy_backward_fp8 own {case}", different(elements, own)
 
 
-CASES = (head_cases, row_cases, column_cases, tile_cases, swiglu_cases, packed_cases)
+CASES = (head_cases, row_cases, tile_cases, swiglu_cases, packed_cases)
 
 if __name__ == "__main__":
     torch.manual_seed(0)

@@ -1,19 +1,15 @@
 """The Gluon kernels as they are launched: run on threads, and compiled for Hopper."""
 
 import itertools
-import subprocess
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import triton
+from gluon_compiled import Recorded, compiled_for_hopper
 from gluon_threads import Descriptor, OnThreads, loaded, plain, stored
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import mangle_type
 
 from kernels import grouped_mm, grouped_mm_fp8, grouped_mm_launch, quantize, ring_kernels
 
@@ -168,16 +164,6 @@ def test_operands_are_copied_if_they_must() -> None:
         assert grouped_mm_launch._aligned(x) is x
 
 
-class Recorded:
-    """Stands for a kernel: keeps what it is launched with."""
-
-    def __getitem__(self, grid: tuple[int, ...]):
-        def launch(*arguments, **options) -> None:
-            self.grid, self.arguments, self.options = grid, arguments, options
-
-        return launch
-
-
 @EVERY_KERNEL
 def test_kernels_fit_a_multiprocessor(monkeypatch, tmp_path, product) -> None:
     """Nothing spills, and no product waits for another without need."""
@@ -186,21 +172,8 @@ def test_kernels_fit_a_multiprocessor(monkeypatch, tmp_path, product) -> None:
     launch, expected = PRODUCTS[product][1]([3, 130], 384, 256)
     out = launch()
     assert launched.grid == (5,) and out.dtype == torch.bfloat16 and out.shape == expected.shape
-
-    options = dict(launched.options)
-    constants = {key: options.pop(key) for key in [*options] if key.isupper()}
-    arguments = dict(zip(kernel.arg_names, launched.arguments, strict=False))
-    constants |= {key: None for key, value in arguments.items() if value is None}
-    signature = {key: mangle_type(value) for key, value in arguments.items()} | dict.fromkeys(constants, "constexpr")
-    # As for the sizes of models.
-    aligned = [key for key, value in arguments.items() if isinstance(value, Tensor) or key in ("K", "N")]
-    attributes = {(kernel.arg_names.index(key),): [["tt.divisibility", 16]] for key in aligned}
-    source = GluonASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled, said = compiled_for_hopper(kernel, launched, tmp_path)
     assert compiled.metadata.shared <= 227 * 1024
-    assert 32 * compiled.metadata.num_warps * options["maxnreg"] <= 65536
-    (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
-    command = triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", "kernel.ptx", "-o", "kernel.cubin"
-    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
+    assert 32 * compiled.metadata.num_warps * launched.options["maxnreg"] <= 65536
     assert "0 bytes spill stores, 0 bytes spill loads" in said
     assert not [word for word in ("warning", "serialized", "injected") if word in said]

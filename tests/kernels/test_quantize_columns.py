@@ -1,0 +1,97 @@
+"""The kernels that quantise columns, run on threads, against their references; and compiled for Hopper."""
+
+import itertools
+
+import pytest
+import torch
+from gluon_compiled import Recorded, compiled_for_hopper
+from gluon_threads import OnThreads, stored
+from torch import Tensor
+
+from kernels import packed_tokens, quantize, quantize_columns_kernels
+
+GROUPS = pytest.mark.parametrize("groups", [[0, 1, 7, 0, 129, 31, 127, 128], [40], [0, 0], [0, 300, 0]], ids=str)
+
+
+def numbers(R: int, D: int) -> Tensor:
+    """Rows of all sizes: one of zeros, one with a huge outlier, one with NaN and one with infinity."""
+    x_RD = torch.randn(R, D) * 10.0 ** torch.randint(-8, 8, (R, 1))
+    for i, value in enumerate((0.0, 1e30, torch.nan, torch.inf)):
+        if R > i + 2:
+            x_RD[i, 0 if i else slice(None)] = value
+    return x_RD.bfloat16()
+
+
+def same(actual: Tensor, expected: Tensor) -> bool:
+    """In every bit; all NaN are the same."""
+    a, b = actual.float(), expected.float()
+    return actual.dtype == expected.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def check(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], blockwise: bool) -> None:
+    """What lies in the room for the groups, of which every element was stored once."""
+    width = int(expected[2][-1])
+    blocks = width // 128 if blockwise else len(expected[2])
+    assert same(actual[2], expected[2]) and same(actual[0][:, :width], expected[0][:, :width])
+    assert same(actual[1][:blocks], expected[1][:blocks])
+    times = stored[actual[0].data_ptr()].view(actual[0].shape)
+    assert (times[:, :width] == 1).all() and not times[:, width:].any()
+
+
+@pytest.fixture(autouse=True)
+def _on_threads(monkeypatch) -> None:
+    torch.manual_seed(0)
+    for name in ("_column_bits_kernel", "_quantize_columns_kernel"):
+        monkeypatch.setattr(quantize_columns_kernels, name, OnThreads(getattr(quantize_columns_kernels, name), 3))
+
+
+@GROUPS
+@pytest.mark.parametrize(("C", "blockwise", "choices"), [(80, False, 0), (48, True, 0), (16, False, 2), (128, True, 3)])
+def test_columns(monkeypatch, groups, C, blockwise, choices) -> None:
+    monkeypatch.setattr(quantize, "_PROGRAMS", 11)
+    rows, ends = sum(groups), torch.tensor(groups).cumsum(0, dtype=torch.int32)
+    count = rows + 5
+    x, pair_R = numbers(-(-count // choices) if choices else count, C), None
+    if choices:
+        pair_R = torch.randperm(len(x) * choices)[:count].int()
+        pair_R[rows:] = -1
+    else:
+        x[rows:] = torch.nan
+    actual = quantize.launch_columns(x, ends, blockwise, pair_R, choices)
+    check(actual, quantize.quantize_columns(x, ends, blockwise, pair_R, choices or 1), blockwise)
+
+
+@pytest.mark.parametrize(
+    ("N", "D", "K", "groups"), [(9, 128, 2, [5, 0, 7]), (70, 384, 3, [1, 129, 0, 60]), (6, 80, 1, [2, 0, 3]), (1, 512, 4, [3])]
+)
+@pytest.mark.parametrize("blockwise", [False, True])
+def test_columns_of_packed_tokens(N, D, K, groups, blockwise) -> None:
+    D = D if D % 128 == 0 or not blockwise else 256
+    ends, pair_R = torch.tensor(groups).cumsum(0, dtype=torch.int32), torch.randperm(N * K)[: sum(groups) + 2].int()
+    pair_R[sum(groups) :] = -1
+    words = packed_tokens.pack_tokens(numbers(N, D), blockwise)
+    elements, scales = words.view(quantize.E4M3)[:, :D], words.view(torch.float32)[:, D // 4 :]
+    actual = quantize.launch_columns(elements, ends, blockwise, pair_R, K, scales)
+    check(actual, packed_tokens.quantize_packed_columns(words, D, ends, blockwise, pair_R, K), blockwise)
+
+
+@pytest.mark.parametrize("blockwise", [False, True])
+@pytest.mark.parametrize("source", ["rows", "tokens", "packed tokens"])
+def test_kernels_fit_a_multiprocessor(monkeypatch, tmp_path, blockwise, source) -> None:
+    """Nothing spills, and three programs and more find room."""
+    kernels = {
+        name: getattr(quantize_columns_kernels, name).source for name in ("_column_bits_kernel", "_quantize_columns_kernel")
+    }
+    launched = {name: Recorded() for name in kernels}
+    for name, stand_in in launched.items():
+        monkeypatch.setattr(quantize_columns_kernels, name, stand_in)
+    x, ends, pair_R = numbers(9, 256), torch.tensor([4, 9], dtype=torch.int32), None if source == "rows" else torch.arange(9)
+    words = packed_tokens.pack_tokens(x, blockwise)
+    if source == "packed tokens":
+        elements, scales = words.view(quantize.E4M3)[:, :256], words.view(torch.float32)[:, 64:]
+        quantize.launch_columns(elements, ends, blockwise, pair_R, 1, scales)
+    else:
+        quantize.launch_columns(x, ends, blockwise, pair_R, 1)
+    for name, kernel in itertools.islice(kernels.items(), blockwise, None):
+        said = compiled_for_hopper(kernel, launched[name], tmp_path)[1]
+        assert "0 bytes spill stores, 0 bytes spill loads" in said
