@@ -102,8 +102,9 @@ def convert(
             _convert_module(model, name, module, recipe, options)
             result.converted[name] = recipe + by_what
     if options.head:
-        _convert_head(model.output, options, (parts or {}).get("output", (1, 1)))
-        result.converted["output"] = f"{options.recipe}, logits and input gradient{by_what}"
+        recipe = "rowwise" if options.recipe == "blockwise" else options.recipe  # the head's scales are of whole rows
+        _convert_head(model.output, recipe, options.emulate, (parts or {}).get("output", (1, 1)))
+        result.converted["output"] = f"{recipe}, logits and input gradient{by_what}"
     for key in ("recipe", "expert_recipe"):
         _check_converted(options, key, [name for name, _, other in candidates if other == key], result)
     return result
@@ -168,12 +169,11 @@ def _convert_module(model: nn.Module, name: str, module: nn.Module, recipe: str,
     setattr(model.get_submodule(parent), leaf, linear)
 
 
-def _convert_head(head: nn.Linear, options: Float8Options, parts: Parts) -> None:
-    if reason := _untiled(head, options.recipe, parts):
+def _convert_head(head: nn.Linear, recipe: str, emulate: bool, parts: Parts) -> None:
+    if reason := _untiled(head, recipe, parts):
         what = "divide the vocabulary over fewer ranks, or set it to false" if parts[0] > 1 else "set it to false"
         raise ValueError(f"float8.head = true: of the weight's sizes {reason}, which float8.recipe needs; {what}")
-    recipe = RECIPES[options.recipe]
-    head.products = partial(EmulatedHead, recipe=recipe) if options.emulate else RowwiseHead
+    head.products = partial(EmulatedHead, recipe=RECIPES[recipe]) if emulate else RowwiseHead
 
 
 def expert_products(recipe: str, options: Float8Options) -> Products:

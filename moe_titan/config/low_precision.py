@@ -98,9 +98,9 @@ def _check_saved(config: Config) -> Iterator[str]:
 
 def _check_head(config: Config) -> Iterator[str]:
     """Hardware and types are the recipe's matter."""
-    recipe = config.float8.recipe
-    if recipe == "none" or (recipe != "rowwise" and not config.float8.emulate):
-        what = f'needs float8.recipe = "rowwise", for which there are kernels, not {show(recipe)}'
+    recipe, known = config.float8.recipe, ("rowwise", "blockwise")
+    if recipe == "none" or (recipe not in known and not config.float8.emulate):
+        what = f"needs float8.recipe {one_of(known)}, for which there are kernels, not {show(recipe)}"
         yield config.problem("float8.head", f"{what}; choose that, any other with float8.emulate = true, or set it to false")
 
 

@@ -68,9 +68,13 @@ def test_what_tiles_do_not_fit_is_left() -> None:
 
 
 @pytest.mark.parametrize("emulate", [False, True])
-def test_the_head_is_converted_if_asked(emulate) -> None:
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_the_head_is_converted_if_asked(recipe, emulate) -> None:
     model = build_model("qwen3", replace(tiny.qwen3()[1], vocab_size=96, dim=64, head_dim=16))
-    options = Float8Options("rowwise", head=True, emulate=emulate)
+    if recipe == "blockwise":
+        for layer in model.layers.values():
+            layer.attention.wo = torch.nn.Linear(128, 128, bias=False)  # the one that is wide enough
+    options = Float8Options(recipe, head=True, emulate=emulate)
     result = convert(model, options, parts=weight_parts(model, 2))
     what = "rowwise, logits and input gradient" + emulate * ", emulated"
     assert result.converted["output"] == what and f"output: {what}\n" in result.table()
