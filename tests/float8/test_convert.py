@@ -70,15 +70,12 @@ def test_what_tiles_do_not_fit_is_left() -> None:
 @pytest.mark.parametrize("emulate", [False, True])
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_the_head_is_converted_if_asked(recipe, emulate) -> None:
-    model = build_model("qwen3", replace(tiny.qwen3()[1], vocab_size=96, dim=64, head_dim=16))
-    if recipe == "blockwise":
-        for layer in model.layers.values():
-            layer.attention.wo = torch.nn.Linear(128, 128, bias=False)  # the one that is wide enough
+    model = build_model("qwen3", replace(tiny.qwen3()[1], vocab_size=96, dim=128, head_dim=32))
     options = Float8Options(recipe, head=True, emulate=emulate)
     result = convert(model, options, parts=weight_parts(model, 2))
     what = "rowwise, logits and input gradient" + emulate * ", emulated"
     assert result.converted["output"] == what and f"output: {what}\n" in result.table()
-    weight_VD, h_TD = torch.randn(96, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+    weight_VD, h_TD = torch.randn(96, 128).bfloat16(), torch.randn(5, 128).bfloat16()
     logits_TV = model.output.products(weight_VD).logits(h_TD)
     assert 1e-2 < relative_error(logits_TV.float().numpy(), (h_TD @ weight_VD.t()).float().numpy()) < 5e-2
     with pytest.raises(ValueError, match="float8.head = true: of the weight's sizes 24 not a multiple of 16.*over fewer ranks"):
