@@ -9,10 +9,11 @@ from typing import Literal
 
 from torch import nn
 
-from float8.blockwise_linear import BlockwiseLinear
 from float8.emulation import EmulatedLinear
 from float8.experts import EmulatedProducts, Float8Products
+from float8.hardware import HOPPER, capability
 from float8.head import EmulatedHead, RowwiseHead
+from float8.kernel_linear import KernelLinear
 from float8.recipes import RECIPES
 from float8.transformer_engine import TransformerEngineExperts, TransformerEngineLinear
 from kernels.expert_mlp import Products
@@ -159,8 +160,8 @@ def _convert_module(model: nn.Module, name: str, module: nn.Module, recipe: str,
         linear: nn.Linear = TransformerEngineLinear(module, recipe)
     elif options.emulate:
         linear = EmulatedLinear(module, RECIPES[recipe])
-    elif recipe == "blockwise":
-        linear = BlockwiseLinear(module)
+    elif recipe == "blockwise" or (recipe == "rowwise" and capability() == HOPPER):
+        linear = KernelLinear(module, recipe == "blockwise")
     else:
         from float8.torchao_linear import TorchaoLinear  # slow to import
 

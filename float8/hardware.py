@@ -1,5 +1,7 @@
 """Which recipes run where."""
 
+import torch
+
 CAPABILITY: dict[str, tuple[int, int]] = {
     "tensorwise": (9, 0),
     "rowwise": (9, 0),
@@ -8,6 +10,8 @@ CAPABILITY: dict[str, tuple[int, int]] = {
     "nvfp4": (10, 0),
 }
 """Compute capability from which on tensor cores multiply a recipe's operands (9.0: Hopper, 10.0: Blackwell)."""
+
+HOPPER = (9, 0)
 
 KERNELS: dict[str, tuple[str, ...]] = {
     "linears": ("tensorwise", "rowwise", "blockwise"),
@@ -22,9 +26,14 @@ TILE = 16
 """What the number of tokens must be a multiple of for the kernels of linear layers, which sum over it in the weight gradient."""
 
 
+def capability() -> tuple[int, int] | None:
+    """Of this machine's GPU, None for no GPU."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
 def runnable(part: str, capability: tuple[int, int] | None) -> list[str]:
     """Recipes that run without emulation for "linears" or "experts" on a GPU of the given capability, None for no GPU."""
-    elsewhere = () if capability == (9, 0) else HOPPER_ONLY[part]
+    elsewhere = () if capability == HOPPER else HOPPER_ONLY[part]
     return [recipe for recipe in KERNELS[part] if supports(recipe, capability) and recipe not in elsewhere]
 
 

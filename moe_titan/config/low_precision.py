@@ -6,7 +6,7 @@ from math import gcd
 
 import torch
 
-from float8.hardware import TILE, runnable, supports
+from float8.hardware import TILE, capability, runnable, supports
 from float8.transformer_engine import PACKAGE, TOKENS
 from float8.transformer_engine import RECIPES as TRANSFORMER_ENGINE
 from moe_titan.config.errors import one_of, show
@@ -143,10 +143,10 @@ def _check_transformer_engine(config: Config, recipes: dict[str, str]) -> Iterat
 
 
 def _check_hardware(config: Config, name: str, recipe: str) -> Iterator[str]:
-    device, capability = _device()
-    choices = runnable(_PARTS[name], capability)
+    device, found = _device()
+    choices = runnable(_PARTS[name], found)
     if recipe not in choices:
-        lacks = f"has no kernels for {_PARTS[name]} yet" if supports(recipe, capability) else f"{device} cannot multiply it"
+        lacks = f"has no kernels for {_PARTS[name]} yet" if supports(recipe, found) else f"{device} cannot multiply it"
         cure = f"use {one_of(choices)}, which run there, or " if choices else ""
         yield config.problem(name, f"{lacks}; {cure}set float8.emulate = true to compute the same numbers slowly")
     elif config.training.mixed_precision_param != "bfloat16":
@@ -154,7 +154,7 @@ def _check_hardware(config: Config, name: str, recipe: str) -> Iterator[str]:
 
 
 def _device() -> tuple[str, tuple[int, int] | None]:
-    if not torch.cuda.is_available():
+    found = capability()
+    if found is None:
         return "a CPU", None
-    capability = torch.cuda.get_device_capability()
-    return f"{torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]})", capability
+    return f"{torch.cuda.get_device_name()} (compute capability {found[0]}.{found[1]})", found

@@ -149,6 +149,14 @@ def test_kernels_are_those_of_torchao(recipe) -> None:
     assert layer.config == Float8LinearConfig.from_recipe_name(recipe) and not layer.config.emulate
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_kernels_on_hopper_are_those_of_experts(monkeypatch, recipe) -> None:
+    monkeypatch.setattr("float8.convert.capability", lambda: (9, 0))
+    model = build_model("qwen3", replace(tiny.qwen3()[1], dim=128, head_dim=32))
+    convert(model, Float8Options(recipe))
+    assert model.layers["0"].attention.wo.blockwise == (recipe == "blockwise")
+
+
 def test_a_bias_is_left() -> None:
     model = qwen3()
     model.layers["1"].attention.wq = nn.Linear(64, 128, device=torch.device("meta"))

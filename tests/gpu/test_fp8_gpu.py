@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.moe_layer import relative_error
-from float8.blockwise_linear import BlockwiseLinear
 from float8.emulation import EmulatedLinear
 from float8.experts import EmulatedProducts, Float8Products
 from float8.head import EmulatedHead, RowwiseHead
+from float8.kernel_linear import KernelLinear
 from float8.recipes import RECIPES
 from kernels import grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8
 from kernels.cross_entropy import linear_cross_entropy_sums
@@ -209,8 +209,9 @@ def test_head(poisoned) -> None:
         assert relative_error(actual, wanted) < bound
 
 
+@RECIPE
 @pytest.mark.parametrize("compiled", [False, True])
-def test_blockwise_linear_layer(compiled) -> None:
+def test_linear_layer(recipe, compiled) -> None:
     """As its emulation, compiled in one graph, and without waiting for the device."""
     linear = nn.Linear(512, 384, bias=False, device="cuda", dtype=torch.bfloat16)
     x, grad = randn(3, 333, 512).requires_grad_(), randn(3, 333, 384)
@@ -219,8 +220,8 @@ def test_blockwise_linear_layer(compiled) -> None:
         y = layer(x)
         return [y.detach(), *torch.autograd.grad(y, [x, layer.weight], grad)]
 
-    expected = gradients(EmulatedLinear(linear, RECIPES["blockwise"]))
-    layer = BlockwiseLinear(linear)
+    expected = gradients(EmulatedLinear(linear, RECIPES[recipe]))
+    layer = KernelLinear(linear, recipe == "blockwise")
     layer = torch.compile(layer, fullgraph=True) if compiled else layer
     gradients(layer)
     torch.cuda.set_sync_debug_mode("error")
