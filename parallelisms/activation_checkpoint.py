@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import float8.kernel_linear  # noqa: F401  (registers an op that is saved)
-import kernels.document_attention  # noqa: F401  (and another)
+import kernels.document_attention  # noqa: F401  (registers an op that is saved)
+import kernels.grouped_mm_fp8  # noqa: F401  (and another)
 from parallelisms.blocks import blocks
 from parallelisms.routing import replay_contexts
 
@@ -30,7 +30,7 @@ MATMULS = {
     aten.addmm.default,
     aten.linear.default,
     aten._scaled_mm.default,
-    torch.ops.moe_titan.fp8_linear.default,
+    torch.ops.moe_titan.grouped_mm_fp8.default,
 }
 
 

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from layout_runs import relative_error
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from float8.emulation import EmulatedLinear
-from float8.kernel_linear import KernelLinear, fp8_linear, fp8_linear_backward
+from float8.kernel_linear import KernelLinear
 from float8.recipes import RECIPES
 
 
@@ -36,8 +38,19 @@ def test_equals_its_emulation(rows, recipe, compiled) -> None:
     assert errors[0] > 1e-3 and max(errors) < 5e-2  # a weight gradient of one row has a scale for each of its numbers
 
 
-def test_ops_are_registered_correctly() -> None:
-    x, w, grad = torch.randn(5, 128).bfloat16(), torch.randn(256, 128).bfloat16(), torch.randn(5, 256).bfloat16()
-    for blockwise in (False, True):
-        torch.library.opcheck(fp8_linear, (x.requires_grad_(), w.requires_grad_(), blockwise))
-        torch.library.opcheck(fp8_linear_backward, (grad, x.detach(), w.detach(), blockwise))
+def test_layers_share_a_quantised_input() -> None:
+    """Compiled, its rows are quantised once, and its columns."""
+    layers = nn.ModuleList(KernelLinear(nn.Linear(256, 128, bias=False, dtype=torch.bfloat16), True) for _ in range(3))
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _) -> torch.fx.GraphModule:
+        graphs.append(str(graph.graph))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    x = torch.randn(5, 256).bfloat16().requires_grad_()
+    torch.compile(lambda x: sum(layer(x) for layer in layers), backend=backend, fullgraph=True)(x).sum().backward()
+    forward, backward = graphs
+    assert forward.count("moe_titan.quantize_rows") == 1 and forward.count("moe_titan.grouped_mm_fp8.") == 3
+    # All three have the same gradient here.
+    assert backward.count("moe_titan.quantize_columns") == 2 and backward.count("moe_titan.grouped_mm_fp8.") == 3
