@@ -1,7 +1,7 @@
 """The kernels behind :func:`kernels.quantize.quantize_columns`, in Gluon.
 
-What turns a block without a detour: a thread holds 32 rows of two columns, so that a warp reads a row's 64 numbers in one piece,
-most of a column's maximum is found by a thread alone, and its part of a column is 32 bytes side by side on the way out.
+What turns a block without a detour: a thread holds 16 rows of four columns, so that half a warp reads a row's 64 numbers in one
+piece, and the thread's part of a column is 16 bytes side by side on the way out, which its other half continues.
 """
 
 from triton.experimental import gluon
@@ -12,8 +12,16 @@ from kernels import quantize_kernels
 WARPS = gl.constexpr(4)
 ROWS = gl.constexpr(128)
 COLUMNS = gl.constexpr(64)
-READ = gl.constexpr(gl.BlockedLayout([32, 2], [1, 32], [4, 1], [1, 0]))
-WRITTEN = gl.constexpr(gl.BlockedLayout([2, 32], [32, 1], [1, 4], [1, 0]))
+READ = gl.constexpr(gl.BlockedLayout([16, 4], [2, 16], [4, 1], [1, 0]))
+WRITTEN = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 0]],
+        lane_bases=[[4, 0], [8, 0], [16, 0], [32, 0], [0, 16]],
+        warp_bases=[[0, 32], [0, 64]],
+        block_bases=[],
+        shape=[64, 128],
+    )
+)
 ANY = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 factor_of = gluon.jit(quantize_kernels.factor_of.fn)
