@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.op import op
+
 _NAN = 0x7FC00000
 
 
@@ -101,7 +103,7 @@ def _launch(
         )  # fmt: skip
 
 
-@torch.library.custom_op("moe_titan::adamw_", mutates_args=("weight", "low", "exp_avg", "exp_avg_sq"))
+@op("adamw_", mutates_args=("weight", "low", "exp_avg", "exp_avg_sq"))
 def adamw_(
     weight: Tensor,
     low: Tensor | None,

@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from kernels.op import op
+
 
 def partial_cross_entropy_reference(logits_TV: Tensor, labels_T: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
@@ -77,7 +79,7 @@ def _backward_kernel(
         tl.store(elements_ptr + t * V + v_V, scaled_V.to(tl.float8e4nv), mask=v_V < V)
 
 
-@torch.library.custom_op("moe_titan::partial_cross_entropy", mutates_args=())
+@op("partial_cross_entropy")
 def partial_cross_entropy(logits_TV: Tensor, labels_T: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """One rank's share of softmax cross-entropy over a vocabulary of which it holds the columns from ``first`` on.
 
@@ -102,14 +104,14 @@ def _launch_partial(logits_TV: Tensor, labels_T: Tensor, first: int) -> tuple[Te
     return max_T, sum_T, target_T
 
 
-@partial_cross_entropy.register_fake
+@torch.library.register_fake(partial_cross_entropy)
 def _(logits_TV: Tensor, labels_T: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     max_T, sum_T, target_T = (logits_TV.new_empty(logits_TV.shape[0], dtype=wide) for _ in range(3))
     return max_T, sum_T, target_T
 
 
-@torch.library.custom_op("moe_titan::cross_entropy_backward_", mutates_args=("logits_TV",))
+@op("cross_entropy_backward_", mutates_args=("logits_TV",))
 def cross_entropy_backward_(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int) -> None:
     """Replaces logits by ``(softmax - onehot(label)) * grad``. ``lse_T``: log-sum-exp over the whole vocabulary."""
     if not logits_TV.is_cuda or logits_TV.dtype == torch.float64:
@@ -131,7 +133,7 @@ def _launch_backward(
         )  # fmt: skip
 
 
-@torch.library.custom_op("moe_titan::cross_entropy_backward_fp8_", mutates_args=("logits_TV",))
+@op("cross_entropy_backward_fp8_", mutates_args=("logits_TV",))
 def cross_entropy_backward_fp8_(
     logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int, factor_T: Tensor
 ) -> Tensor:
@@ -144,7 +146,7 @@ def cross_entropy_backward_fp8_(
     return elements_TV.copy_((logits_TV.float() * factor_T[:, None]).clamp(-448, 448))
 
 
-@cross_entropy_backward_fp8_.register_fake
+@torch.library.register_fake(cross_entropy_backward_fp8_)
 def _(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int, factor_T: Tensor) -> Tensor:
     return logits_TV.new_empty(logits_TV.shape, dtype=torch.float8_e4m3fn)
 

@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from kernels.dispatch_kernels import push_sums_kernel, push_tokens_kernel
+from kernels.op import op
 from kernels.peers import READ, SENT, STEPS, Exchange, Memory, Peers, TransferShape, exchange
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -198,7 +199,7 @@ def _peers(group: Exchange, x: Tensor, K: int) -> Peers:
     return group.peers(TransferShape(x.shape[1], K, x.dtype), x.device)
 
 
-@torch.library.custom_op("moe_titan::push_tokens", mutates_args=())
+@op("push_tokens")
 def push_tokens(
     x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, name: str, num_local: int, etp: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -228,14 +229,14 @@ def push_tokens(
     return push(group, peers, x_TD, experts_TK, weights_TK, num_local, etp)
 
 
-@push_tokens.register_fake
+@torch.library.register_fake(push_tokens)
 def _(
     x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, name: str, num_local: int, etp: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _new_slots(x_TD, weights_TK, exchange(name).slots)
 
 
-@torch.library.custom_op("moe_titan::push_rows", mutates_args=())
+@op("push_rows")
 def push_rows(
     x_TD: Tensor, row_NK: Tensor, experts_TK: Tensor, num_rows: int, name: str, num_local: int, etp: int
 ) -> Tensor:  # fmt: skip
@@ -255,12 +256,12 @@ def push_rows(
     return push(group, peers, x_TD, row_NK, experts_TK, num_rows, num_local, etp)
 
 
-@push_rows.register_fake
+@torch.library.register_fake(push_rows)
 def _(x_TD: Tensor, row_NK: Tensor, experts_TK: Tensor, num_rows: int, name: str, num_local: int, etp: int) -> Tensor:
     return x_TD.new_empty(num_rows, x_TD.shape[1])
 
 
-@torch.library.custom_op("moe_titan::push_sums", mutates_args=())
+@op("push_sums")
 def push_sums(
     rows_RD: Tensor, row_NJ: Tensor, slot_grads_NK: Tensor | None, experts_TK: Tensor, name: str, num_local: int, etp: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -283,7 +284,7 @@ def push_sums(
     return push(group, peers, rows_RD, row_NJ, slot_grads_NK, experts_TK, num_local, etp)
 
 
-@push_sums.register_fake
+@torch.library.register_fake(push_sums)
 def _(
     rows_RD: Tensor, row_NJ: Tensor, slot_grads_NK: Tensor | None, experts_TK: Tensor, name: str, num_local: int, etp: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import document_attention_kernels as device
+from kernels.op import op
 
 # Edge of the tiles in which the gradient of the scores is stored, and the most bytes that it may take at once.
 TILE = 128
@@ -194,21 +195,21 @@ def _launch_backward(
     return grad_q_BHSD, grad_k_BHSD, grad_v_BHSD
 
 
-@torch.library.custom_op("moe_titan::document_attention", mutates_args=())
+@op("document_attention")
 def _document_attention(
     q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, first_T: Tensor, last_T: Tensor, slot: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     return _launch_forward(q_BHSD, k_BHSD, v_BHSD, first_T, scale)
 
 
-@_document_attention.register_fake
+@torch.library.register_fake(_document_attention)
 def _(q_BHSD, k_BHSD, v_BHSD, first_T, last_T, slot, scale):
     B, H, S, _ = q_BHSD.shape
     out_BSHD = q_BHSD.new_empty(B, S, H, v_BHSD.shape[-1])
     return out_BSHD.transpose(1, 2), q_BHSD.new_empty(H, B * S, dtype=torch.float32)
 
 
-@torch.library.custom_op("moe_titan::document_attention_backward", mutates_args=())
+@op("document_attention_backward")
 def _document_attention_backward(
     grad_BHSD: Tensor, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, out_BHSD: Tensor, lse_HT: Tensor,
     first_T: Tensor, last_T: Tensor, slot: Tensor, scale: float,
@@ -216,7 +217,7 @@ def _document_attention_backward(
     return _launch_backward(grad_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_HT, Documents(first_T, last_T, slot), scale)
 
 
-@_document_attention_backward.register_fake
+@torch.library.register_fake(_document_attention_backward)
 def _(grad_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_HT, first_T, last_T, slot, scale):
     return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q_BHSD, k_BHSD, v_BHSD))
 
@@ -233,7 +234,7 @@ def _backward(ctx, grad_BHSD, _):
     return *grads, None, None, None, None
 
 
-_document_attention.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd(_document_attention, _backward, setup_context=_save)
 
 
 def document_attention(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, documents: Documents, scale: float) -> Tensor:

@@ -9,6 +9,8 @@ import functools
 import torch
 from torch import Tensor
 
+from kernels.op import op
+
 
 def grouped_mm_reference(a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     out_RN = a_RK.new_zeros(a_RK.shape[0], b_EKN.shape[2])
@@ -34,7 +36,7 @@ def runs_our_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@torch.library.custom_op("moe_titan::grouped_mm", mutates_args=())
+@op("grouped_mm")
 def _grouped_mm(a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     if not a_RK.is_cuda:
         return grouped_mm_reference(a_RK, b_EKN, offsets_E)
@@ -45,12 +47,12 @@ def _grouped_mm(a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     return launch_grouped_mm(a_RK, b_EKN, offsets_E)
 
 
-@_grouped_mm.register_fake
+@torch.library.register_fake(_grouped_mm)
 def _(a_RK: Tensor, b_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     return a_RK.new_empty(a_RK.shape[0], b_EKN.shape[2])
 
 
-@torch.library.custom_op("moe_titan::grouped_mm_weight_grad", mutates_args=())
+@op("grouped_mm_weight_grad")
 def _grouped_mm_weight_grad(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor) -> Tensor:
     if not a_RK.is_cuda:
         return grouped_mm_weight_grad_reference(grad_RN, a_RK, offsets_E)
@@ -61,7 +63,7 @@ def _grouped_mm_weight_grad(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor) ->
     return launch_weight_grad(grad_RN, a_RK, offsets_E)
 
 
-@_grouped_mm_weight_grad.register_fake
+@torch.library.register_fake(_grouped_mm_weight_grad)
 def _(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor) -> Tensor:
     return a_RK.new_empty(offsets_E.shape[0], grad_RN.shape[1], a_RK.shape[1])
 

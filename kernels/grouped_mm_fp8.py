@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.grouped_mm import runs_our_kernels
+from kernels.op import op
 from kernels.quantize import BLOCK
 
 
@@ -45,7 +46,7 @@ def grouped_mm_fp8_weight_grad_reference(
     return out_ENK
 
 
-@torch.library.custom_op("moe_titan::grouped_mm_fp8", mutates_args=())
+@op("grouped_mm_fp8")
 def _grouped_mm_fp8(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, blockwise: bool) -> Tensor:
     if not a_RK.is_cuda:
         return grouped_mm_fp8_reference(a_RK, a_scale, b_ENK, b_scale, offsets_E, blockwise)
@@ -61,12 +62,12 @@ def _grouped_mm_fp8(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tenso
     return launch_grouped_mm(a_RK, b_EKN, offsets_E, a_scale, b_scale)
 
 
-@_grouped_mm_fp8.register_fake
+@torch.library.register_fake(_grouped_mm_fp8)
 def _(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, blockwise: bool) -> Tensor:
     return a_RK.new_empty(len(a_RK), b_ENK.shape[1], dtype=torch.bfloat16)
 
 
-@torch.library.custom_op("moe_titan::grouped_mm_fp8_weight_grad", mutates_args=())
+@op("grouped_mm_fp8_weight_grad")
 def _grouped_mm_fp8_weight_grad(
     grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, blockwise: bool
 ) -> Tensor:
@@ -83,7 +84,7 @@ def _grouped_mm_fp8_weight_grad(
     return launch_weight_grad_fp8(*operands, blockwise)
 
 
-@_grouped_mm_fp8_weight_grad.register_fake
+@torch.library.register_fake(_grouped_mm_fp8_weight_grad)
 def _(grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, blockwise: bool) -> Tensor:
     return a_KW.new_empty(len(ends_E), len(grad_NW), len(a_KW), dtype=torch.bfloat16)
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.op import op
 from kernels.quantize import (
     BLOCK,
     E4M3,
@@ -127,7 +128,7 @@ def _launch_spread(words_NW: Tensor, row_NK: Tensor, num_rows: int, D: int, bloc
     return rows_RD, scale
 
 
-@torch.library.custom_op("moe_titan::pack_tokens", mutates_args=())
+@op("pack_tokens")
 def pack_tokens(x_TD: Tensor, blockwise: bool, num_rows: Tensor | None = None) -> Tensor:
     """Quantises tokens for their way.
 
@@ -140,12 +141,12 @@ def pack_tokens(x_TD: Tensor, blockwise: bool, num_rows: Tensor | None = None) -
     return _launch_pack(x_TD, blockwise, num_rows) if x_TD.is_cuda else pack_tokens_reference(x_TD, blockwise)
 
 
-@pack_tokens.register_fake
+@torch.library.register_fake(pack_tokens)
 def _(x_TD: Tensor, blockwise: bool, num_rows: Tensor | None = None) -> Tensor:
     return _empty_words(x_TD, blockwise)
 
 
-@torch.library.custom_op("moe_titan::spread_packed", mutates_args=())
+@op("spread_packed")
 def spread_packed(words_NW: Tensor, row_NK: Tensor, num_rows: int, D: int, blockwise: bool) -> tuple[Tensor, Tensor]:
     """:func:`kernels.quantize.spread_rows_fp8` of tokens that are packed already."""
     if words_NW.is_cuda:
@@ -159,12 +160,12 @@ def spread_packed(words_NW: Tensor, row_NK: Tensor, num_rows: int, D: int, block
     return rows_RD, scale
 
 
-@spread_packed.register_fake
+@torch.library.register_fake(spread_packed)
 def _(words_NW: Tensor, row_NK: Tensor, num_rows: int, D: int, blockwise: bool) -> tuple[Tensor, Tensor]:
     return empty_rows(words_NW, num_rows, D, blockwise)
 
 
-@torch.library.custom_op("moe_titan::quantize_packed_columns", mutates_args=())
+@op("quantize_packed_columns")
 def quantize_packed_columns(
     words_NW: Tensor, D: int, offsets_E: Tensor, blockwise: bool, pair_R: Tensor, choices: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,7 +176,7 @@ def quantize_packed_columns(
     return launch_columns(words_NW.view(E4M3)[:, :D], offsets_E, blockwise, pair_R, choices, scales)
 
 
-@quantize_packed_columns.register_fake
+@torch.library.register_fake(quantize_packed_columns)
 def _(
     words_NW: Tensor, D: int, offsets_E: Tensor, blockwise: bool, pair_R: Tensor, choices: int
 ) -> tuple[Tensor, Tensor, Tensor]:

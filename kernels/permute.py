@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.op import op
+
 
 def spread_rows_reference(x_TD: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
     rows_RD = x_TD.new_zeros(num_rows, x_TD.shape[1])
@@ -74,7 +76,7 @@ def _launch_gather_sum(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     return y_TD
 
 
-@torch.library.custom_op("moe_titan::spread_rows", mutates_args=())
+@op("spread_rows")
 def spread_rows(x_TD: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
     """Copies each token to its rows.
 
@@ -89,12 +91,12 @@ def spread_rows(x_TD: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
     return _launch_spread_rows(x_TD, row_TK, num_rows)
 
 
-@spread_rows.register_fake
+@torch.library.register_fake(spread_rows)
 def _(x_TD: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
     return x_TD.new_empty(num_rows, x_TD.shape[1])
 
 
-@torch.library.custom_op("moe_titan::gather_sum", mutates_args=())
+@op("gather_sum")
 def gather_sum(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     """Sum of each token's rows, accumulated in fp32 (fp64 for fp64 input), in the fixed order of K.
 
@@ -109,7 +111,7 @@ def gather_sum(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     return _launch_gather_sum(rows_RD, row_TK)
 
 
-@gather_sum.register_fake
+@torch.library.register_fake(gather_sum)
 def _(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     return rows_RD.new_empty(row_TK.shape[0], rows_RD.shape[1])
 

@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.op import op
 from kernels.route_kernels import _gate_grad_kernel, _logits_grad_kernel, _route_kernel, _split_kernel
 
 COUNTED_TOKENS = 64
@@ -188,7 +189,7 @@ def _on_tensor_cores(x_TD: Tensor) -> bool:
     return x_TD.is_cuda and x_TD.dtype != torch.float64
 
 
-@torch.library.custom_op("moe_titan::route", mutates_args=())
+@op("route")
 def _route(
     x_TD: Tensor,
     gate_ED: Tensor,
@@ -215,7 +216,7 @@ def _route(
     return weights_TK, scores_TE, experts_TK, block_counts
 
 
-@_route.register_fake
+@torch.library.register_fake(_route)
 def _(x_TD, gate_ED, gate_bias_E, bias_E, valid_T, chosen_TK, top_k, softmax, normalize, scale, groups, limited_groups):
     (T, _), E, wide = x_TD.shape, gate_ED.shape[0], _wide(x_TD.dtype)
     weights_TK, scores_TE = x_TD.new_empty(T, top_k, dtype=wide), x_TD.new_empty(T, E, dtype=wide)
@@ -223,7 +224,7 @@ def _(x_TD, gate_ED, gate_bias_E, bias_E, valid_T, chosen_TK, top_k, softmax, no
     return weights_TK, scores_TE, x_TD.new_empty(T, top_k, dtype=torch.int64), block_counts
 
 
-@torch.library.custom_op("moe_titan::route_backward", mutates_args=())
+@op("route_backward")
 def _route_backward(
     grad_weights_TK: Tensor,
     grad_scores_TE: Tensor | None,
@@ -241,32 +242,33 @@ def _route_backward(
     return compute(grad_weights_TK, grad_scores_TE, scores_TE, experts_TK, x_TD, gate_ED, options)
 
 
-@_route_backward.register_fake
+@torch.library.register_fake(_route_backward)
 def _(grad_weights_TK, grad_scores_TE, scores_TE, experts_TK, x_TD, gate_ED, top_k, softmax, normalize, scale):
     return torch.empty_like(scores_TE), torch.empty_like(x_TD), gate_ED.new_empty(gate_ED.shape, dtype=scores_TE.dtype)
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    x_TD, gate_ED, gate_bias_E, _, _, _, *options = inputs
-    _, scores_TE, experts_TK, block_counts = output
-    ctx.options, ctx.has_gate_bias = options[:4], gate_bias_E is not None
-    ctx.mark_non_differentiable(experts_TK, block_counts)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x_TD, gate_ED, experts_TK, scores_TE)
+class _Route(torch.autograd.Function):
+    """What ``torch.library.register_autograd`` would make of the two operators, at less of the host's time."""
 
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, gate_ED: Tensor, gate_bias_E: Tensor | None, *others) -> tuple[Tensor, ...]:
+        weights_TK, scores_TE, experts_TK, block_counts = _route(x_TD, gate_ED, gate_bias_E, *others)
+        ctx.options, ctx.has_gate_bias = others[3:7], gate_bias_E is not None
+        ctx.mark_non_differentiable(experts_TK, block_counts)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x_TD, gate_ED, experts_TK, scores_TE)
+        return weights_TK, scores_TE, experts_TK, block_counts
 
-def _backward(ctx, grad_weights_TK: Tensor | None, grad_scores_TE: Tensor | None, *_):
-    x_TD, gate_ED, experts_TK, scores_TE = ctx.saved_tensors
-    if grad_weights_TK is None:
-        grad_weights_TK = torch.zeros_like(experts_TK, dtype=scores_TE.dtype)
-    grad_logits_TE, grad_x_TD, grad_gate_ED = _route_backward(
-        grad_weights_TK, grad_scores_TE, scores_TE, experts_TK, x_TD, gate_ED, *ctx.options
-    )
-    grad_bias_E = grad_logits_TE.sum(0) if ctx.has_gate_bias else None
-    return grad_x_TD, grad_gate_ED.to(gate_ED.dtype), grad_bias_E, *[None] * 9
-
-
-_route.register_autograd(_backward, setup_context=_setup_context)
+    @staticmethod
+    def backward(ctx, grad_weights_TK: Tensor | None, grad_scores_TE: Tensor | None, *_) -> tuple[Tensor | None, ...]:
+        x_TD, gate_ED, experts_TK, scores_TE = ctx.saved_tensors
+        if grad_weights_TK is None:
+            grad_weights_TK = torch.zeros_like(experts_TK, dtype=scores_TE.dtype)
+        grad_logits_TE, grad_x_TD, grad_gate_ED = _route_backward(
+            grad_weights_TK, grad_scores_TE, scores_TE, experts_TK, x_TD, gate_ED, *ctx.options
+        )
+        grad_bias_E = grad_logits_TE.sum(0) if ctx.has_gate_bias else None
+        return grad_x_TD, grad_gate_ED.to(gate_ED.dtype), grad_bias_E, *[None] * 9
 
 
 def route(
@@ -293,7 +295,7 @@ def route(
         Weights and scores are differentiable to x, gate and gate bias.
     """
     o = options
-    weights_TK, scores_TE, experts_TK, block_counts = _route(
+    weights_TK, scores_TE, experts_TK, block_counts = _Route.apply(
         x_TD,
         gate_ED,
         gate_bias_E,

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.op import op
+
 
 def sort_pairs_reference(key_P: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     order_P = torch.argsort(key_P, stable=True)
@@ -90,7 +92,7 @@ def _launch_sort(
     return pair_P, row_P, counts, offsets
 
 
-@torch.library.custom_op("moe_titan::sort_pairs", mutates_args=())
+@op("sort_pairs")
 def _sort_pairs(
     key_P: Tensor, num_keys: int, block_counts: Tensor | None, block_pairs: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,7 +101,7 @@ def _sort_pairs(
     return sort_pairs_reference(key_P, num_keys)
 
 
-@_sort_pairs.register_fake
+@torch.library.register_fake(_sort_pairs)
 def _(key_P: Tensor, num_keys: int, block_counts: Tensor | None, block_pairs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pair_P, row_P = torch.empty_like(key_P, dtype=torch.int32), torch.empty_like(key_P, dtype=torch.int32)
     return pair_P, row_P, key_P.new_empty(num_keys, dtype=torch.int64), key_P.new_empty(num_keys, dtype=torch.int32)

@@ -1,9 +1,10 @@
 """Rows of many tensors one after the other in one block of memory, where each begins being known on the device alone."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kernels.op import op
 
 
 @triton.jit
@@ -29,7 +30,7 @@ def _launch(x_RC: Tensor, num_rows: Tensor, block_AC: Tensor, first: Tensor) -> 
         _stash_rows_kernel[(R,)](x_RC.contiguous(), num_rows, block_AC, first, C, len(block_AC), BLOCK_C=block, num_warps=4)
 
 
-@torch.library.custom_op("moe_titan::stash_rows", mutates_args={"block_AC"})
+@op("stash_rows", mutates_args=("block_AC",))
 def stash_rows(x_RC: Tensor, num_rows: Tensor, block_AC: Tensor, first: Tensor) -> None:
     """Writes rows into a block, from a row of it on; those that reach beyond its end are left out.
 
@@ -40,8 +41,3 @@ def stash_rows(x_RC: Tensor, num_rows: Tensor, block_AC: Tensor, first: Tensor) 
         first: one-element int64 tensor on the device.
     """
     (_launch if x_RC.is_cuda else stash_rows_reference)(x_RC, num_rows, block_AC, first)
-
-
-@stash_rows.register_fake
-def _(x_RC: Tensor, num_rows: Tensor, block_AC: Tensor, first: Tensor) -> None:
-    return None

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.op import op
+
 
 def _rows_of(weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """Weight of each row, and whether it holds data, as columns."""
@@ -134,7 +136,7 @@ def _launch_backward(
     return grad_gate_up_R2F, grad_weights_P, act_RF
 
 
-@torch.library.custom_op("moe_titan::weighted_swiglu", mutates_args=())
+@op("weighted_swiglu")
 def weighted_swiglu(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> Tensor:
     """``weights[pair] * silu(gate) * up``.
 
@@ -151,13 +153,13 @@ def weighted_swiglu(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_
     return _launch_forward(gate_up_R2F, weights_P, pair_R, num_rows)
 
 
-@weighted_swiglu.register_fake
+@torch.library.register_fake(weighted_swiglu)
 def _(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> Tensor:
     R, _, F = gate_up_R2F.shape
     return gate_up_R2F.new_empty(R, F)
 
 
-@torch.library.custom_op("moe_titan::weighted_swiglu_backward", mutates_args=())
+@op("weighted_swiglu_backward")
 def weighted_swiglu_backward(
     grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, first: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,7 +178,7 @@ def weighted_swiglu_backward(
     return _launch_backward(*arguments)
 
 
-@weighted_swiglu_backward.register_fake
+@torch.library.register_fake(weighted_swiglu_backward)
 def _(
     grad_RF: Tensor, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, first: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,4 +195,4 @@ def _backward(ctx, grad_RF: Tensor):
     return grad_gate_up_R2F, grad_weights_P, None, None
 
 
-weighted_swiglu.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd(weighted_swiglu, _backward, setup_context=_setup_context)

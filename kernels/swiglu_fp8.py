@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.op import op
 from kernels.packed_tokens import PackedTokens, unpack_tokens
 from kernels.quantize import E4M3, blocks_of_row, empty_rows, quantize_rows_reference
 from kernels.quantize_kernels import factor_of, places, row_bits, store_scales
@@ -125,7 +126,7 @@ def _launch_backward(
     return grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF
 
 
-@torch.library.custom_op("moe_titan::weighted_swiglu_fp8", mutates_args=())
+@op("weighted_swiglu_fp8")
 def weighted_swiglu_fp8(
     gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, blockwise: bool
 ) -> tuple[Tensor, Tensor]:
@@ -139,7 +140,7 @@ def weighted_swiglu_fp8(
     return quantize_rows_reference(weighted_swiglu_reference(gate_up_R2F, weights_P, pair_R, num_rows), blockwise)
 
 
-@weighted_swiglu_fp8.register_fake
+@torch.library.register_fake(weighted_swiglu_fp8)
 def _(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tensor, Tensor]:
     return empty_rows(gate_up_R2F, len(gate_up_R2F), gate_up_R2F.shape[2], blockwise)
 
@@ -148,7 +149,7 @@ def _packed(kept: Tensor) -> bool:
     return kept.dtype == torch.int32
 
 
-@torch.library.custom_op("moe_titan::weighted_swiglu_fp8_backward", mutates_args=())
+@op("weighted_swiglu_fp8_backward")
 def weighted_swiglu_fp8_backward(
     grad_RF: Tensor,
     kept: Tensor,
@@ -177,7 +178,7 @@ def weighted_swiglu_fp8_backward(
     return grad_gate_up_R2F, *quantize_rows_reference(grad_gate_up_R2F.flatten(1), blockwise), grad_weights_P, act_RF
 
 
-@weighted_swiglu_fp8_backward.register_fake
+@torch.library.register_fake(weighted_swiglu_fp8_backward)
 def _(
     grad_RF: Tensor,
     kept: Tensor,
