@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.grouped_mm_fp8_kernels import _grouped_mm_blockwise_kernel, _weight_grad_fp8_kernel
 from kernels.grouped_mm_kernels import _grouped_mm_kernel, _weight_grad_kernel
+from kernels.launch import launch
 from kernels.quantize import BLOCK, E4M3
 
 _ELEMENTS = {E4M3: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.int32: gl.int32}
@@ -71,8 +72,9 @@ def _counter(device: torch.device) -> Tensor:
     return next(_counters(device))
 
 
-def _programs(x: Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
+@functools.cache
+def _grid(device: torch.device) -> tuple[int]:
+    return (torch.cuda.get_device_properties(device).multi_processor_count,)
 
 
 def launch_grouped_mm(
@@ -84,9 +86,10 @@ def launch_grouped_mm(
     a_RK, out_RN, stored_enk = _aligned(a_RK), a_RK.new_empty(R, N, dtype=torch.bfloat16), b_EKN.stride(1) == 1
     b = _descriptor(_aligned(b_EKN.transpose(1, 2)), 1, 256, depth) if stored_enk else _descriptor(_aligned(b_EKN), 1, depth, 256)
     pairs = out_RN.view(torch.int32)
-    _grouped_mm_kernel[(_programs(a_RK),)](
+    launch(
+        _grouped_mm_kernel, _grid(a_RK.device),
         _descriptor(a_RK, 64, depth), b, _descriptor(pairs, 64, 32), a_scale_R, b_scale_EN, pairs,
-        _counter(a_RK.device), offsets_E, E, K, N, B_IS_ENK=stored_enk, **_OPTIONS,
+        _counter(a_RK.device), offsets_E, E, K, N, options=_OPTIONS, B_IS_ENK=stored_enk,
     )  # fmt: skip
     return out_RN
 
@@ -97,9 +100,10 @@ def launch_weight_grad(grad_RN: Tensor, a_RK: Tensor, offsets_E: Tensor) -> Tens
     grad_RN, a_RK = _aligned(grad_RN), _aligned(a_RK)
     out_ENK = a_RK.new_empty(E, N, K)
     pairs = out_ENK.flatten(0, 1).view(torch.int32)
-    _weight_grad_kernel[(_programs(a_RK),)](
+    launch(
+        _weight_grad_kernel, _grid(a_RK.device),
         _descriptor(grad_RN, 64, 64), _descriptor(a_RK, 64, 256), _descriptor(pairs, 64, 32),
-        pairs, _counter(a_RK.device), offsets_E, E, N, K, **_OPTIONS,
+        pairs, _counter(a_RK.device), offsets_E, E, N, K, options=_OPTIONS,
     )  # fmt: skip
     return out_ENK
 
@@ -108,9 +112,10 @@ def launch_grouped_mm_blockwise(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_
     (R, K), (E, N, depth_of_b) = a_RK.shape, b_ENK.shape
     _check(offsets_E, E, {"K": K, "N": N}, BLOCK, (K, depth_of_b))
     a_RK, b_ENK, out_RN = _aligned(a_RK), _aligned(b_ENK), a_RK.new_empty(R, N, dtype=torch.bfloat16)
-    _grouped_mm_blockwise_kernel[(_programs(a_RK),)](
+    launch(
+        _grouped_mm_blockwise_kernel, _grid(a_RK.device),
         _descriptor(a_RK, BLOCK, BLOCK), _descriptor(b_ENK.flatten(0, 1), BLOCK, BLOCK), _descriptor(out_RN, 64, 64),
-        a_scale, b_scale, out_RN, _counter(a_RK.device), offsets_E, E, K, N, R, **_OPTIONS,
+        a_scale, b_scale, out_RN, _counter(a_RK.device), offsets_E, E, K, N, R, options=_OPTIONS,
     )  # fmt: skip
     return out_RN
 
@@ -122,8 +127,9 @@ def launch_weight_grad_fp8(
     _check(ends_E, E, {"K": K, "N": N}, BLOCK if blockwise else 16, (grad_NW.shape[1], a_KW.shape[1]))
     out_ENK = a_KW.new_empty(E, N, K, dtype=torch.bfloat16)
     scales = (_descriptor(x, 1, BLOCK) if blockwise else x for x in (grad_scale, a_scale))
-    _weight_grad_fp8_kernel[(_programs(a_KW),)](
+    launch(
+        _weight_grad_fp8_kernel, _grid(a_KW.device),
         _descriptor(grad_NW, BLOCK, BLOCK), _descriptor(a_KW, BLOCK, BLOCK), *scales, _descriptor(out_ENK.flatten(0, 1), 64, 64),
-        out_ENK, _counter(a_KW.device), ends_E, E, N, K, BLOCKWISE=blockwise, **_OPTIONS,
+        out_ENK, _counter(a_KW.device), ends_E, E, N, K, options=_OPTIONS, BLOCKWISE=blockwise,
     )  # fmt: skip
     return out_ENK

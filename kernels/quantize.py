@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.op import op
 from kernels.quantize_kernels import (
     _quantize_rows_kernel,
     _quantize_tiles_kernel,
@@ -102,7 +103,7 @@ def _launch_spread(x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool)
     return rows_RD, scale
 
 
-@torch.library.custom_op("moe_titan::spread_rows_fp8", mutates_args=())
+@op("spread_rows_fp8")
 def spread_rows_fp8(x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool) -> tuple[Tensor, Tensor]:
     """:func:`kernels.permute.spread_rows` that quantises each token on its way.
 
@@ -122,7 +123,7 @@ def spread_rows_fp8(x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool
     return rows_RD, scale
 
 
-@spread_rows_fp8.register_fake
+@torch.library.register_fake(spread_rows_fp8)
 def _(x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool) -> tuple[Tensor, Tensor]:
     return empty_rows(x_ND, num_rows, x_ND.shape[1], blockwise)
 
@@ -137,7 +138,7 @@ def _launch_rows(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tenso
     return elements_RD, scale
 
 
-@torch.library.custom_op("moe_titan::quantize_rows", mutates_args=())
+@op("quantize_rows")
 def quantize_rows(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tensor, Tensor]:
     """Quantises rows, which a product sums over.
 
@@ -150,7 +151,7 @@ def quantize_rows(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tens
     return _launch_rows(x_RD, num_rows, blockwise) if x_RD.is_cuda else quantize_rows_reference(x_RD, blockwise)
 
 
-@quantize_rows.register_fake
+@torch.library.register_fake(quantize_rows)
 def _(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tensor, Tensor]:
     return empty_rows(x_RD, *x_RD.shape, blockwise)
 
@@ -159,7 +160,8 @@ def launch_columns(
     x: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None, choices: int, x_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of elements of E4M3 with ``x_scale``, a row each of one scale or blockwise of one for 128 elements."""
-    from kernels.quantize_columns_kernels import COLUMNS, WARPS, _column_bits_kernel, _quantize_columns_kernel  # take Gluon
+    from kernels.launch import launch  # takes Gluon, as the kernels do
+    from kernels.quantize_columns_kernels import COLUMNS, WARPS, _column_bits_kernel, _quantize_columns_kernel
 
     (rows, C), E, x = x.shape, len(offsets_E), x if x.stride(1) == 1 else x.contiguous()
     elements_CW, scale, ends_E = empty_columns(x, C, rows if pair_R is None else len(pair_R), E, blockwise)
@@ -167,17 +169,17 @@ def launch_columns(
     grid = slabs, E, max(4, triton.cdiv(_PROGRAMS, slabs * E))
     bits = None if blockwise else scale.new_zeros(E, C, dtype=torch.int32)
     source, strides = (x, x_scale, pair_R, offsets_E), (x.stride(0), 0 if x_scale is None else x_scale.stride(0))
-    choices = 0 if pair_R is None else choices
+    choices, options = 0 if pair_R is None else choices, {"num_warps": WARPS.value}
     if bits is not None:
-        _column_bits_kernel[grid](*source, bits, C, *strides, CHOICES=choices, num_warps=WARPS.value)
-    _quantize_columns_kernel[grid](
-        *source, bits, elements_CW, scale, ends_E, C, E, elements_CW.shape[1], *strides,
-        CHOICES=choices, E_P=triton.next_power_of_2(E), num_warps=WARPS.value,
+        launch(_column_bits_kernel, grid, *source, bits, C, *strides, options=options, CHOICES=choices)
+    launch(
+        _quantize_columns_kernel, grid, *source, bits, elements_CW, scale, ends_E, C, E, elements_CW.shape[1], *strides,
+        options=options, CHOICES=choices, E_P=triton.next_power_of_2(E),
     )  # fmt: skip
     return elements_CW, scale, ends_E
 
 
-@torch.library.custom_op("moe_titan::quantize_columns", mutates_args=())
+@op("quantize_columns")
 def quantize_columns(
     x_RC: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None = None, choices: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,7 +199,7 @@ def quantize_columns(
     return quantize_columns_reference(x_RC, offsets_E, blockwise)
 
 
-@quantize_columns.register_fake
+@torch.library.register_fake(quantize_columns)
 def _(
     x_RC: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None = None, choices: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,7 +218,7 @@ def _empty_tiles(w_ENK: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     return w_ENK.new_empty(E, *sizes, dtype=E4M3), w_ENK.new_empty(E, *(n // BLOCK for n in sizes), dtype=torch.float32)
 
 
-@torch.library.custom_op("moe_titan::quantize_tiles", mutates_args=())
+@op("quantize_tiles")
 def quantize_tiles(w_ENK: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     """Quantises matrices in tiles of 128 x 128.
 
@@ -228,7 +230,7 @@ def quantize_tiles(w_ENK: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     return _launch_tiles(w_ENK, transposed) if w_ENK.is_cuda else quantize_tiles_reference(w_ENK, transposed)
 
 
-@quantize_tiles.register_fake
+@torch.library.register_fake(quantize_tiles)
 def _(w_ENK: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     return _empty_tiles(w_ENK, transposed)
 

@@ -84,7 +84,7 @@ def replace(monkeypatch, product: str, stand_in: Callable) -> Any:
     """Has a product's launch, of 5 programs, find what ``stand_in`` makes of its kernel."""
     kernel = getattr(grouped_mm_launch, PRODUCTS[product][0])
     monkeypatch.setattr(grouped_mm_launch, PRODUCTS[product][0], stand_in(kernel))
-    monkeypatch.setattr(grouped_mm_launch, "_programs", lambda x: 5)
+    monkeypatch.setattr(grouped_mm_launch, "_grid", lambda device: (5,))
     return kernel
 
 
