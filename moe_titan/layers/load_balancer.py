@@ -50,12 +50,16 @@ class LoadBalancer:
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
         loads = dict(zip(self.layers, total.split([c.numel() for c in counts]), strict=True))
-        for layer, load_E in loads.items():
-            moe = self.layers[layer]
+        alike: dict[tuple[int, float], list[str]] = {}
+        for layer, moe in self.layers.items():
             if moe.expert_bias is not None:
-                load = load_E.double()
-                direction_E = torch.sign(load.mean() - load).float()
-                move_E = moe.load_balance_coeff * (direction_E - direction_E.mean())
-                moe.expert_bias += move_E if halted is None else torch.where(halted, 0, move_E)
+                alike.setdefault((loads[layer].numel(), moe.load_balance_coeff), []).append(layer)
+        for (_, coeff), layers in alike.items():
+            load_LE = torch.stack([loads[layer] for layer in layers]).double()
+            direction_LE = torch.sign(load_LE.mean(1, keepdim=True) - load_LE).float()
+            move_LE = coeff * (direction_LE - direction_LE.mean(1, keepdim=True))
+            if halted is not None:
+                move_LE = torch.where(halted, 0, move_LE)
+            torch._foreach_add_([self.layers[layer].expert_bias for layer in layers], list(move_LE.unbind()))
         self.forget()
         return loads
