@@ -30,6 +30,7 @@ from parallelisms.dispatch.capacity import RowCapacity
 from parallelisms.float8_gather import gather_in_float8
 from parallelisms.folded_mesh import FoldedMesh
 from parallelisms.parallelize import ParallelOptions, parallelize
+from parallelisms.replicas import sum_replicas
 from parallelisms.routing import RoutingTape
 from parallelisms.tensor_parallel import sequence_share, weight_parts
 
@@ -147,6 +148,7 @@ class Engine:
         self.optimizer.expect(len(micro_batches))
         denominator = self.count_trained(micro_batches).clamp(min=1)
         losses_N, balance = self._train_on(micro_batches, denominator)
+        sum_replicas(self.model, self.plan)
         if self.mesh.data_group is not None:
             dist.all_reduce(losses_N, group=self.mesh.data_group)
         exceeded = self.capacity.take_exceeded()
@@ -198,7 +200,9 @@ class Engine:
         tape = RoutingTape(self._valid(batch), denominator)
         with tape.recording():
             total, sums_N = self._loss_sums(batch)
-        (total / denominator).backward()
+        # On this thread: another has nothing to do meanwhile but would find the processor's caches without what Python needs.
+        with torch.autograd.set_multithreading_enabled(False):
+            (total / denominator).backward()
         return sums_N.double() / denominator, tape
 
     def _on_device(self, batch: MicroBatch) -> MicroBatch:

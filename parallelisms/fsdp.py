@@ -16,15 +16,14 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 def apply_fsdp(model: nn.Module, plan: ShardingPlan, param_dtype: torch.dtype, reshard_after_forward: bool) -> None:
-    """Wraps experts, router, block, embeddings and head as FSDP2 units, in place, as far as the plan gives them to FSDP2.
+    """Wraps experts, block, embeddings and head as FSDP2 units, in place, as far as the plan gives them to FSDP2.
 
-    Gradients are summed in fp32 and never divided: the loss is already divided by the trained tokens of the global batch. Routers
-    keep their fp32 weights, everything else computes in ``param_dtype``.
+    They compute in ``param_dtype``. Gradients are summed in fp32 and never divided: the loss is already divided by the trained
+    tokens of the global batch.
     """
     compute = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     # Routing weights come in fp32 and stay so.
     experts = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     if not plan["norm.weight"].fsdp:
         return
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -49,10 +48,8 @@ def apply_fsdp(model: nn.Module, plan: ShardingPlan, param_dtype: torch.dtype, r
     if not tied:
         wrap(model.tok_embeddings, compute)
     for name, block in blocks(model).items():
-        if getattr(block, "moe_enabled", False):
-            wrap(block.moe.router, full)
-            if (row := plan[f"{name}.moe.experts.w13"]).fsdp:
-                wrap(block.moe.experts, experts, row.data_mesh)
+        if getattr(block, "moe_enabled", False) and (row := plan[f"{name}.moe.experts.w13"]).fsdp:
+            wrap(block.moe.experts, experts, row.data_mesh)
         wrap(block, compute)
     if not tied:
         wrap([model.norm, model.output], compute)

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from parallelisms.folded_mesh import FoldedMesh
 
 _EXPERTS = ".moe.experts."
+_ROUTER = ".moe.router."
 FUSED_PAIRS = {"w13": ("w1", "w3")}
 """Parameters that hold a pair of torchtitan's along dimension 1, and the names of the two."""
 
@@ -22,8 +23,9 @@ class PlanRow:
     """One parameter of the model as it is stored.
 
     ``data_mesh`` is the mesh over which FSDP2 shards it along ``shard_dim`` and over which its gradient is summed; ``fsdp`` says
-    whether it does: a parameter of a single data rank has nothing to gather or reduce. ``counted`` says whether this rank's shard
-    enters global sums over parameters (of a shard's replicas exactly one does).
+    whether it does: a parameter of a single data rank has nothing to gather or reduce, and of routers every data rank holds
+    replicas (:mod:`parallelisms.replicas`). ``counted`` says whether this rank's shard enters global sums over parameters (of a
+    shard's replicas exactly one does).
     """
 
     name: str
@@ -32,6 +34,11 @@ class PlanRow:
     shard_dim: int
     fsdp: bool
     counted: bool
+
+    @property
+    def replicated(self) -> bool:
+        """Whether several data ranks hold it whole."""
+        return not self.fsdp and self.data_mesh.size() > 1
 
 
 class ShardingPlan:
@@ -58,8 +65,11 @@ class ShardingPlan:
         counted = mesh.coordinate(replicate) == 0
         if not expert and not _sharded_over_tp(parameter):
             counted = counted and mesh.coordinate("tp") == 0
+        router = _ROUTER in name
+        if router:
+            counted = counted and not any(data_mesh.get_coordinate())
         shard_dim = _expert_shard_dim(parameter, data_mesh.shape[-1]) if expert else 0
-        fsdp = data_mesh.size() > 1 or root
+        fsdp = not router and (data_mesh.size() > 1 or root)
         return PlanRow(name, "expert" if expert else "dense", data_mesh, shard_dim, fsdp, counted)
 
 
