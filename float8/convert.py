@@ -187,7 +187,7 @@ def expert_products(recipe: str, options: Float8Options) -> Products:
 
 def _check_converted(options: Float8Options, key: str, candidates: list[str], result: Conversion) -> None:
     recipe = getattr(options, key)
-    if recipe == "none" or any(name in result.converted for name in candidates):
+    if recipe == "none" or any(name in result.converted for name in candidates) or (key == "recipe" and options.head):
         return
     what = "expert layer" if key == "expert_recipe" else "linear layer"
     reasons = Counter(result.left[name] for name in candidates)

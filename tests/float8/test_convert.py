@@ -131,6 +131,12 @@ def test_nothing_to_convert_is_an_error(options, fragments) -> None:
         assert fragment in str(caught.value)
 
 
+def test_the_head_alone_may_be_converted() -> None:
+    options = replace(BOTH, recipe="rowwise", expert_recipe="none", emulate=True, filter_fqns=["attention"], head=True)
+    result = convert(build_model("qwen3", replace(tiny.qwen3()[1], dim=64, vocab_size=96)), options)
+    assert result.converted.keys() == {"output"} and result.left.keys() == layers(*ATTENTION)
+
+
 def test_a_model_without_experts_has_none_to_convert() -> None:
     with pytest.raises(ValueError, match="converts no expert layer .the model has none"):
         convert(DENSE, replace(BOTH, recipe="none"))
