@@ -10,6 +10,7 @@ from torch import Tensor
 
 from float8.emulation import input_grad, output
 from float8.recipes import Recipe
+from float8.rowwise_product import rowwise_product
 from kernels.cross_entropy import HeadProducts, cross_entropy_backward_, cross_entropy_backward_fp8_
 from kernels.quantize import quantize_columns, quantize_rows
 
@@ -33,7 +34,7 @@ class RowwiseHead(HeadProducts):
 
     def logits(self, h_TD: Tensor) -> Tensor:
         tokens = quantize_rows(h_TD, h_TD.new_full((1,), len(h_TD), dtype=torch.int32), False)
-        return _product(*tokens, *self._words, h_TD.dtype, fast=True)
+        return rowwise_product(*tokens, *self._words, h_TD.dtype, fast=True)
 
     def input_grad(
         self, logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, high_T: Tensor, grad_T: Tensor, first: int
@@ -41,7 +42,7 @@ class RowwiseHead(HeadProducts):
         factor_T = _factors(logits_TV, labels_T, lse_T, high_T, grad_T, first)
         elements_TV = cross_entropy_backward_fp8_(logits_TV, labels_T, lse_T, grad_T, first, factor_T)
         # A sum over the vocabulary is too long for the tensor cores' own, which keep 14 bits.
-        return _product(elements_TV, 1 / factor_T, *self._columns, logits_TV.dtype, fast=False)
+        return rowwise_product(elements_TV, 1 / factor_T, *self._columns, logits_TV.dtype, fast=False)
 
 
 def _factors(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, high_T: Tensor, grad_T: Tensor, first: int) -> Tensor:
@@ -53,13 +54,6 @@ def _factors(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, high_T: Tensor,
     largest_T = torch.where(here_T, 1 - (label_T - lse_T).exp(), (high_T - lse_T).exp()) * grad_T
     factor_T = 448 / largest_T.to(logits_TV.dtype).float().abs().clamp(min=1e-12)
     return factor_T / (2 * torch.frexp(factor_T).mantissa)
-
-
-def _product(a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    if not a_MK.is_cuda:
-        return ((a_MK.float() * a_scale[:, None]) @ (b_NK.float() * b_scale[:, None]).t()).to(dtype)
-    scales = {"scale_a": a_scale[:, None], "scale_b": b_scale[None]}
-    return torch._scaled_mm(a_MK, b_NK.t(), **scales, out_dtype=dtype, use_fast_accum=fast)
 
 
 class EmulatedHead(HeadProducts):

@@ -1,16 +1,18 @@
-"""FP8 linear layers in the experts' kernels, of which a weight is the only group.
+"""FP8 linear layers on Hopper: quantised by the experts' kernels, to which a weight is their only group.
 
 "rowwise" has a scale for a row of an operand, "blockwise" one for 1 x 128 numbers of an activation and 128 x 128 of a weight
-(arXiv 2412.19437). Every operand is quantised by an op of its own, so that a compiler has an activation that several layers
-share quantised once.
+(arXiv 2412.19437), which torch's products do not know. Every operand is quantised by an op of its own, so that a compiler has an
+activation that several layers share quantised once.
 """
 
 import torch
+import triton
 from torch import Tensor, nn
 
+from float8.rowwise_product import rowwise_product
 from float8.shards import on_shards
 from kernels.grouped_mm_fp8 import grouped_mm_fp8, grouped_mm_fp8_weight_grad
-from kernels.quantize import quantize_columns, quantize_rows, quantize_weights
+from kernels.quantize import BLOCK, quantize_columns, quantize_rows, quantize_weights
 
 
 def _one_group(rows: Tensor) -> Tensor:
@@ -19,8 +21,19 @@ def _one_group(rows: Tensor) -> Tensor:
 
 def _product(x_RK: Tensor, w_NK: Tensor, blockwise: bool, transposed: bool) -> Tensor:
     ends = _one_group(x_RK)
-    rows, weight = quantize_rows(x_RK, ends, blockwise), quantize_weights(w_NK[None], blockwise, transposed)
-    return grouped_mm_fp8(*rows, *weight, ends, blockwise)
+    rows, (weight_1NK, scale) = quantize_rows(x_RK, ends, blockwise), quantize_weights(w_NK[None], blockwise, transposed)
+    if blockwise:
+        return grouped_mm_fp8(*rows, weight_1NK, scale, ends, True)
+    return rowwise_product(*rows, weight_1NK[0], scale[0], x_RK.dtype, fast=True)
+
+
+def _weight_grad(grad_RN: Tensor, x_RK: Tensor, blockwise: bool) -> Tensor:
+    ends = _one_group(x_RK)
+    (grad_NW, grad_scale, _), columns = quantize_columns(grad_RN, ends, blockwise), quantize_columns(x_RK, ends, blockwise)
+    if blockwise:
+        return grouped_mm_fp8_weight_grad(grad_NW, grad_scale, *columns, True)[0]
+    width, (x_KW, x_scale, _) = triton.cdiv(len(x_RK), BLOCK) * BLOCK, columns
+    return rowwise_product(grad_NW[:, :width], grad_scale[0], x_KW[:, :width], x_scale[0], x_RK.dtype, fast=False)
 
 
 class _Linear(torch.autograd.Function):
@@ -33,10 +46,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_RN: Tensor) -> tuple[Tensor, Tensor, None]:
         x_RK, w_NK = ctx.saved_tensors
-        grad_RN, ends, blockwise = grad_RN.contiguous(), _one_group(grad_RN), ctx.blockwise
-        grad_NW, grad_scale, _ = quantize_columns(grad_RN, ends, blockwise)
-        grad_w_1NK = grouped_mm_fp8_weight_grad(grad_NW, grad_scale, *quantize_columns(x_RK, ends, blockwise), blockwise)
-        return _product(grad_RN, w_NK, blockwise, True), grad_w_1NK[0], None
+        grad_RN = grad_RN.contiguous()
+        return _product(grad_RN, w_NK, ctx.blockwise, True), _weight_grad(grad_RN, x_RK, ctx.blockwise), None
 
 
 class KernelLinear(nn.Linear):
