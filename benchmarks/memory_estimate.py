@@ -6,7 +6,7 @@ The world is the one that a file's own command line starts; its ranks are imagin
 on the meta device. Bytes per parameter held by the rank, with fp32 weights and moments and a micro-batch a step:
 
     14  outside of FSDP2: weight 4, moments 8, bf16 gradient 2
-    16  under FSDP2, of this rank's shard: weight 4, moments 8, reduced fp32 gradient 4
+    16  of routers, and under FSDP2 of this rank's shard: weight 4, moments 8, fp32 gradient 4
     10  under FSDP2, of the largest unit: gathered bf16 weights of it and of the next 4, bf16 gradient 2, its fp32 copy 4
 
 Activations are estimated by formula (see `kept` and `at_work`). Gradients come as activations go, so the sum is more than the
@@ -18,6 +18,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +97,13 @@ def laid_out(config: Config, args: Any) -> tuple[nn.Module, ShardingPlan]:
     return model, parallelize(model, mesh, options, RowCapacity(None, torch.device("cpu")))
 
 
-def parameters_of(config: Config, args: Any) -> tuple[int, int, int]:
-    """Parameters that rank 0 holds outside of FSDP2, those of its shards under FSDP2, and the ranks that share these."""
+def parameters_of(config: Config, args: Any) -> tuple[int, int, int, int]:
+    """Parameters that rank 0 holds split, whole, and as shards under FSDP2, and the ranks that share these."""
     model, plan = laid_out(config, args)
-    held = {name: local(parameter).numel() for name, parameter in model.named_parameters()}
-    ranks = max((plan[name].data_mesh.shape[-1] for name in held if plan[name].fsdp), default=1)
-    return *(sum(n for name, n in held.items() if plan[name].fsdp == fsdp) for fsdp in (False, True)), ranks
+    held = [(plan[name], local(parameter).numel()) for name, parameter in model.named_parameters()]
+    ranks = max((row.data_mesh.shape[-1] for row, _ in held if row.fsdp), default=1)
+    sharded, split = (sum(n for row, n in held if is_so(row)) for is_so in (attrgetter("fsdp"), attrgetter("split")))
+    return split, sum(n for _, n in held) - split - sharded, sharded, ranks
 
 
 def states_of(model: nn.Module, plan: ShardingPlan) -> tuple[int, int]:
@@ -109,14 +111,14 @@ def states_of(model: nn.Module, plan: ShardingPlan) -> tuple[int, int]:
     states, units = 0, Counter[str]()
     for name, parameter in model.named_parameters():
         row, held = plan[name], local(parameter).numel()
-        states += held * (16 if row.fsdp else 14)
+        states += held * (14 if row.split else 16)
         if row.fsdp:
             units[_unit(name)] += held * row.data_mesh.shape[-1]
     return states, 10 * max(units.values(), default=0)
 
 
 def _unit(name: str) -> str:
-    """What FSDP2 gathers together, as :func:`parallelisms.fsdp.apply_fsdp` wraps it (routers beside their block)."""
+    """What FSDP2 gathers together, as :func:`parallelisms.fsdp.apply_fsdp` wraps it."""
     experts, found, _ = name.partition(".experts.")
     return experts if found else ".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]
 

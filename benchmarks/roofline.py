@@ -24,8 +24,8 @@ from moe_titan.flops import train_flops_per_token
 
 FILES = ["qwen3_30b_a3b_12l", "deepseek_v3_16b_12l"]
 # Bytes per parameter of the optimizer's pass, reading and writing, with the gradient read once more for the norm: weight and its
-# lower bits, two moments and a bf16 gradient; under FSDP2 fp32 weight, moments and gradient.
-OUTSIDE, SHARDED = 28, 32
+# lower bits, two moments and a bf16 gradient; of routers and under FSDP2 fp32 weight, moments and gradient.
+SPLIT, WHOLE = 28, 32
 
 
 def parts(config: Config, world: int) -> dict[str, tuple[str, float]]:
@@ -33,7 +33,7 @@ def parts(config: Config, world: int) -> dict[str, tuple[str, float]]:
     args, degrees = build_model_args(config), config.parallelism
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        outside, sharded, ranks = parameters_of(config, args)
+        split, routers, sharded, ranks = parameters_of(config, args)
     finally:
         dist.destroy_process_group()
     T, N, _, F = sizes_of(config, args)
@@ -49,12 +49,13 @@ def parts(config: Config, world: int) -> dict[str, tuple[str, float]]:
     return {
         "products": ("flops", train_flops_per_token(args, seq) * T - scores),
         "attention": ("flops", scores),
-        "optimizer": ("memory", OUTSIDE * outside + SHARDED * sharded),
+        "optimizer": ("memory", SPLIT * split + WHOLE * (routers + sharded)),
         "rows of experts": ("memory", 2 * moe_layers * sum(rows.values())),
         "norms, rotation, residuals": ("memory", 2 * 3 * layers * T * (7 * D + heads)),
         "logits": ("memory", 2 * 5 * T * V),
         "dispatch and combine": ("link", 4 * moe_layers * 2 * T * D * min(K * peers, degrees.expert_parallel_degree - 1)),
-        "FSDP2": ("link", (2 + 2 + 4) * sharded * (ranks - 1)),
+        # Weights gathered twice and gradients reduced; of routers fp32 gradients reduced and gathered.
+        "FSDP2, routers": ("link", (2 + 2 + 4) * (sharded + routers / ranks) * (ranks - 1)),
     }
 
 

@@ -23,7 +23,7 @@ HOPPER_ONLY: dict[str, tuple[str, ...]] = {"linears": ("blockwise",), "experts":
 """Those whose kernels are for compute capability 9.0 alone."""
 
 TILE = 16
-"""What the number of tokens must be a multiple of for the kernels of linear layers, which sum over it in the weight gradient."""
+"""What the number of tokens must be a multiple of for torchao's linear layers, which sum over it in the weight gradient."""
 
 
 def capability() -> tuple[int, int] | None:

@@ -28,7 +28,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, options: dict[str, in
 
     ``options`` are the compiler's. The layout of a descriptor follows from its dtype and its block.
     """
-    key = id(kernel), *map(_kind, args), *constants.values()
+    key = id(kernel), *map(_kind, args), *constants.values(), *options.values()
     if (compiled := _compiled.get(key)) is not None:
         compiled[(*grid, 1, 1)](*args, *constants.values())
         return

@@ -148,7 +148,7 @@ class Engine:
         self.optimizer.expect(len(micro_batches))
         denominator = self.count_trained(micro_batches).clamp(min=1)
         losses_N, balance = self._train_on(micro_batches, denominator)
-        sum_replicas(self.model, self.plan)
+        sum_replicas(self.model, self.plan, self.mesh.data_group)
         if self.mesh.data_group is not None:
             dist.all_reduce(losses_N, group=self.mesh.data_group)
         exceeded = self.capacity.take_exceeded()

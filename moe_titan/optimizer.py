@@ -32,11 +32,11 @@ class ShardedAdamW:
     """AdamW on this rank's shards of the parameters.
 
     The update is elementwise, so it needs no mesh: working on plain tensors lets it take parameters of all meshes alike, and
-    spares the host the DTensor dispatch. Parameters outside of FSDP2 are split into two halves (see
-    :mod:`parallelisms.split_weights`), and this is the one place that sees them whole.
+    spares the host the DTensor dispatch. Parameters outside of FSDP2, but for routers, are split into two
+    halves (see :mod:`parallelisms.split_weights`), and this is the one place that sees them whole.
 
     Args:
-        model: parallelised and initialised; gradients summed over the data ranks by FSDP2.
+        model: parallelised and initialised; gradients summed over the data ranks.
         plan: the model's sharding plan.
         param_dtype: what the model computes in.
         implementation: "fused" for one kernel a parameter, on a GPU; the others are plain PyTorch.

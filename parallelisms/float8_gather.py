@@ -7,8 +7,8 @@ from float8.all_gather import Scales, TensorGather, TileGather
 from float8.convert import Conversion
 from parallelisms.sharding_plan import PlanRow, ShardingPlan
 
-SERVABLE = ("tensorwise", "blockwise")
-"""Recipes of linear layers and of experts whose scales are the same in both directions, so that one copy of a weight serves."""
+SERVABLE = {"linears": "tensorwise", "experts": "blockwise"}
+"""The recipes whose scales are the same in both directions, so that one copy of a weight serves."""
 
 
 class NothingToGather(ValueError):
@@ -31,7 +31,8 @@ def gather_in_float8(model: nn.Module, plan: ShardingPlan, conversion: Conversio
     for name, recipe in conversion.converted.items():
         module = model.get_submodule(name)
         weights = dict(module.named_parameters(recurse=False))
-        if recipe in SERVABLE and all(_evenly_cut(weight, plan[f"{name}.{key}"]) for key, weight in weights.items()):
+        part = "linears" if isinstance(module, nn.Linear) else "experts"
+        if recipe == SERVABLE[part] and all(_evenly_cut(weight, plan[f"{name}.{key}"]) for key, weight in weights.items()):
             gathers[name] = [_set_extensions(weight, module) for weight in weights.values()]
     if not gathers:
         raise NothingToGather(

@@ -47,6 +47,7 @@ def apply_fsdp(model: nn.Module, plan: ShardingPlan, param_dtype: torch.dtype, r
     tied = getattr(model, "enable_weight_tying", False)
     if not tied:
         wrap(model.tok_embeddings, compute)
+        model.tok_embeddings.set_unshard_in_backward(False)  # a gradient of rows needs no weights
     for name, block in blocks(model).items():
         if getattr(block, "moe_enabled", False) and (row := plan[f"{name}.moe.experts.w13"]).fsdp:
             wrap(block.moe.experts, experts, row.data_mesh)

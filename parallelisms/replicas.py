@@ -1,30 +1,38 @@
 """Parameters that every data rank holds whole: the routers', which compute in fp32 and are small.
 
 One collective a step sums all their gradients, where FSDP2 would gather and reduce each layer's on its own, thrice in a
-micro-batch. A rank holds 16 bytes a parameter for it, weight, gradient and moments.
+micro-batch. A rank holds 16 bytes a parameter for it, weight, gradient and moments, and 4 more meanwhile.
 """
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Partial
 
 from parallelisms.sharding_plan import ShardingPlan, local
 
 
 @torch.no_grad()
-def sum_replicas(model: nn.Module, plan: ShardingPlan) -> None:
-    """Sums the gradients of this step over the data ranks, all of which must call it; where there is none, it is zero."""
+def sum_replicas(model: nn.Module, plan: ShardingPlan, group: ProcessGroup | None) -> None:
+    """Sums the gradients of this step over ``group``, all data ranks, which must call it together. No gradient counts as zero."""
     parameters = [parameter for name, parameter in model.named_parameters() if plan[name].replicated]
     if not parameters:
         return
     for parameter in parameters:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = _zero(parameter)
     grads = [local(parameter.grad) for parameter in parameters]
     flat = torch.cat([grad.flatten() for grad in grads])
-    mesh = next(row.data_mesh for row in plan.rows if row.replicated)
-    for dim in range(mesh.ndim):
-        dist.all_reduce(flat, group=mesh.get_group(dim))
+    dist.all_reduce(flat, group=group)
     torch._foreach_copy_(
         grads, [part.view_as(grad) for part, grad in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
     )
+
+
+def _zero(parameter: nn.Parameter) -> Tensor:
+    """A gradient, which tensor-parallel ranks have yet to sum up as they do where there is another."""
+    zero = torch.zeros_like(local(parameter))
+    if not isinstance(parameter, DTensor):
+        return zero
+    return DTensor.from_local(zero, parameter.device_mesh, [Partial()] * parameter.device_mesh.ndim, run_check=False)

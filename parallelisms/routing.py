@@ -127,7 +127,7 @@ class RoutingTape:
         return torch.stack(losses).sum() if losses else None
 
 
-# Per thread: autograd recomputes in threads of its own.
+# Per thread: autograd may recompute in threads of its own.
 _active = threading.local()
 
 

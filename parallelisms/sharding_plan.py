@@ -40,6 +40,11 @@ class PlanRow:
         """Whether several data ranks hold it whole."""
         return not self.fsdp and self.data_mesh.size() > 1
 
+    @property
+    def split(self) -> bool:
+        """Whether it is computed with in bf16, where it lies, if anything is (see :mod:`parallelisms.split_weights`)."""
+        return not self.fsdp and _ROUTER not in self.name
+
 
 class ShardingPlan:
     """The rows of all parameters, in the order of ``named_parameters``.

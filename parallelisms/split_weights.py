@@ -48,7 +48,7 @@ def split_weights(model: nn.Module, plan: ShardingPlan, param_dtype: torch.dtype
         return {}
     lows: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        if not plan[name].fsdp and ".router." not in name and parameter.dtype == torch.float32:
+        if plan[name].split and parameter.dtype == torch.float32:
             high, lows[name] = split_fp32(local(parameter))
             # In place, so that tied parameters stay tied, and FSDP2 and hooks keep what they hold.
             torch.utils.swap_tensors(parameter, nn.Parameter(like(high, parameter)))

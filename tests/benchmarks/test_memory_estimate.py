@@ -11,7 +11,8 @@ from moe_titan.config import load_config
 ROOT = Path(__file__).parents[2]
 D, F, E, VOCAB = 2048, 768, 128, 151936
 EXPERTS = 3 * D * F * E  # of a layer
-HEADS = 2 * D * 128 * (32 + 4) + 2 * 128 + 2 * D + E * D  # attention, its norms, the layer's, and the gate
+GATE = E * D
+HEADS = 2 * D * 128 * (32 + 4) + 2 * 128 + 2 * D  # attention, its norms and the layer's
 OUTSIDE = 2 * VOCAB * D + D  # embeddings, head, last norm
 
 
@@ -23,8 +24,8 @@ def qwen3(world: int, layers: int, *flags: str):
 
 def test_one_gpu_has_no_fsdp():
     found = qwen3(1, 3, "--activation_checkpoint.mode", "none")
-    assert found.parameters == 3 * (EXPERTS + HEADS) + OUTSIDE
-    assert (found.states, found.gathered) == (14 * found.parameters, 0)
+    assert found.parameters == 3 * (EXPERTS + HEADS + GATE) + OUTSIDE
+    assert (found.states, found.gathered) == (14 * found.parameters + 2 * 3 * GATE, 0)
     T = 8192
     assert found.kept == 3 * 2 * (T * (6 * D + 32 * 4 * 128) + 8 * T * 2 * F)
     assert found.at_work == 2 * 8 * T * (3 * D + 4 * F)
@@ -45,7 +46,7 @@ def test_experts_over_eight(world, replicas, expert_bytes, layout):
     degrees = ["--parallelism.expert_parallel_degree", "8", "--parallelism.data_parallel_replicate_degree", str(replicas)]
     found = qwen3(world, 2, *degrees, "--activation_checkpoint.mode", "full")
     dense = (2 * HEADS + OUTSIDE) * 16 * replicas / world
-    assert found.states == pytest.approx(2 * EXPERTS * expert_bytes + dense, rel=1e-9), layout
+    assert found.states == pytest.approx(2 * EXPERTS * expert_bytes + 2 * 16 * GATE + dense, rel=1e-9), layout
     assert found.gathered == pytest.approx(10 * (VOCAB * D + D), rel=1e-4)
     assert found.kept == 2 * 2 * 8192 * D
     assert found.at_work == 2 * 8 * 8192 * (8 * (3 * D + 4 * F) + D)

@@ -1,6 +1,7 @@
 """The kernels that quantise columns, run on threads, against their references; and compiled for Hopper."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -61,6 +62,13 @@ def test_columns(monkeypatch, groups, C, blockwise, choices) -> None:
     check(actual, quantize.quantize_columns(x, ends, blockwise, pair_R, choices or 1), blockwise)
 
 
+@pytest.mark.parametrize("blockwise", [False, True])
+def test_a_program_has_several_blocks(monkeypatch, blockwise) -> None:
+    monkeypatch.setattr(quantize, "_PROGRAMS", 1)
+    x, ends = numbers(2000, 64), torch.tensor([700, 700, 2000], dtype=torch.int32)
+    check(quantize.launch_columns(x, ends, blockwise, None, 0), quantize.quantize_columns(x, ends, blockwise), blockwise)
+
+
 @pytest.mark.parametrize(
     ("N", "D", "K", "groups"), [(9, 128, 2, [5, 0, 7]), (70, 384, 3, [1, 129, 0, 60]), (6, 80, 1, [2, 0, 3]), (1, 512, 4, [3])]
 )
@@ -95,3 +103,5 @@ def test_kernels_fit_a_multiprocessor(monkeypatch, tmp_path, blockwise, source) 
     for name, kernel in itertools.islice(kernels.items(), blockwise, None):
         said = compiled_for_hopper(kernel, launched[name], tmp_path)[1]
         assert "0 bytes spill stores, 0 bytes spill loads" in said
+        registers = int(re.search(r"Used (\d+) registers", said)[1])
+        assert 3 * 32 * quantize_columns_kernels.WARPS.value * registers <= 65536

@@ -74,6 +74,13 @@ def test_same_bits(pool, options, layout, parallel) -> None:
     assert_same_run(actual, expected, 0.0)
 
 
+def test_blockwise_linear_layers_are_left(pool) -> None:
+    """Each of their operands is quantised where it is used."""
+    options = Float8Options("blockwise", "blockwise", all_gather=True)
+    run = pool.run(4, _train, qwen3(128), Layout(dp_shard=4, ep=2), options, {})[0]
+    assert run["gathered"] and all(name.endswith("moe.experts") for name in run["gathered"])
+
+
 def test_nothing_to_gather(pool) -> None:
     """Experts of which each rank has its own."""
     options = Float8Options(expert_recipe="blockwise", all_gather=True)
