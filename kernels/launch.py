@@ -1,4 +1,4 @@
-"""Launches Gluon kernels: as ``kernel[grid](...)``, with half the work for the host.
+"""Launches Gluon kernels: as ``kernel[grid](...)``, with less work for the host.
 
 In every launch Triton writes down the layouts of descriptors as text and compares the constants that a kernel's module had when
 it was compiled with those it has, about 30 microseconds on a server's processor.
