@@ -58,7 +58,7 @@ class KernelLinear(nn.Linear):
         self.weight, self.blockwise = linear.weight, blockwise
 
     def forward(self, input: Tensor) -> Tensor:
-        return on_shards(self._product, input, self.weight)
+        return on_shards(self._shard, input, self.weight)
 
-    def _product(self, x: Tensor, weight_NK: Tensor) -> Tensor:
+    def _shard(self, x: Tensor, weight_NK: Tensor) -> Tensor:
         return _Linear.apply(x.flatten(0, -2), weight_NK, self.blockwise).unflatten(0, x.shape[:-1])

@@ -1,7 +1,7 @@
 """Launches Gluon kernels: as ``kernel[grid](...)``, with less work for the host.
 
 In every launch Triton writes down the layouts of descriptors as text and compares the constants that a kernel's module had when
-it was compiled with those it has, about 30 microseconds on a server's processor.
+it was compiled with those it has (docs/performance.md says what that takes).
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Registers operators with torch, as ``torch.ops.moe_titan.<name>``.
 
-A call takes less than half of the host's time that one of an operator of ``torch.library.custom_op`` does: 20 microseconds less
-on a server's processor, hundreds of times a step. What those check in every call is missing: that no output is an input, which
+A call takes less than half of the host's time that one of an operator of ``torch.library.custom_op`` does, hundreds of times a
+step (docs/performance.md). What those check in every call is missing: that no output is an input, which
 ``torch.library.opcheck`` finds, and that there is a formula where one is differentiated, without which torch warns, and gives
 no gradient.
 """

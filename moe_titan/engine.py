@@ -96,6 +96,7 @@ class Engine:
             weight_decay=options.weight_decay,
             implementation=options.implementation,
         )
+        self._replicas = [each for name, each in self.optimizer.parameters.items() if self.plan[name].replicated]
         self.balancer = LoadBalancer(self.model, mesh.stage_group)
         moes = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
         self.stash = self._stash(list(moes.values()))
@@ -148,7 +149,7 @@ class Engine:
         self.optimizer.expect(len(micro_batches))
         denominator = self.count_trained(micro_batches).clamp(min=1)
         losses_N, balance = self._train_on(micro_batches, denominator)
-        sum_replicas(self.model, self.plan, self.mesh.data_group)
+        sum_replicas(self._replicas, self.mesh.data_group)
         if self.mesh.data_group is not None:
             dist.all_reduce(losses_N, group=self.mesh.data_group)
         exceeded = self.capacity.take_exceeded()
@@ -200,7 +201,7 @@ class Engine:
         tape = RoutingTape(self._valid(batch), denominator)
         with tape.recording():
             total, sums_N = self._loss_sums(batch)
-        # On this thread: another has nothing to do meanwhile but would find the processor's caches without what Python needs.
+        # On this thread, which only waits otherwise: on one of autograd's own, Python takes longer for the same work.
         with torch.autograd.set_multithreading_enabled(False):
             (total / denominator).backward()
         return sums_N.double() / denominator, tape

@@ -4,19 +4,20 @@ One collective a step sums all their gradients, where FSDP2 would gather and red
 micro-batch. A rank holds 16 bytes a parameter for it, weight, gradient and moments, and 4 more meanwhile.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial
 
-from parallelisms.sharding_plan import ShardingPlan, local
+from parallelisms.sharding_plan import local
 
 
 @torch.no_grad()
-def sum_replicas(model: nn.Module, plan: ShardingPlan, group: ProcessGroup | None) -> None:
-    """Sums the gradients of this step over ``group``, all data ranks, which must call it together. No gradient counts as zero."""
-    parameters = [parameter for name, parameter in model.named_parameters() if plan[name].replicated]
+def sum_replicas(parameters: Sequence[nn.Parameter], group: ProcessGroup | None) -> None:
+    """Sums their gradients of this step over ``group``, all data ranks, which must call it together. None counts as zero."""
     if not parameters:
         return
     for parameter in parameters:
@@ -25,9 +26,8 @@ def sum_replicas(model: nn.Module, plan: ShardingPlan, group: ProcessGroup | Non
     grads = [local(parameter.grad) for parameter in parameters]
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat, group=group)
-    torch._foreach_copy_(
-        grads, [part.view_as(grad) for part, grad in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
-    )
+    parts = flat.split([grad.numel() for grad in grads])
+    torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
 
 def _zero(parameter: nn.Parameter) -> Tensor:

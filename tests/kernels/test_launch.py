@@ -63,7 +63,8 @@ def test_every_other_kind_is_compiled(kernel):
     for args in launches:
         _launch(kernel, *args, SIZE=3)
     _launch(kernel, x, 5, SIZE=4)
-    assert len(kernel.compiled) == len(launches) + 1 and not kernel.launched
+    launching.launch(kernel, (7,), x, 5, options={"num_warps": 8}, SIZE=3)
+    assert len(kernel.compiled) == len(launches) + 2 and not kernel.launched
     other = Kernel()
     _launch(other, x, 5, SIZE=3)
     assert len(other.compiled) == 1
