@@ -5,16 +5,18 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.op import op
+from kernels.row_programs import row_programs
 
 
-@triton.jit
-def _stash_rows_kernel(x_ptr, num_rows_ptr, block_ptr, first_ptr, C, size, BLOCK_C: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    to = row + tl.load(first_ptr)
-    if (row < tl.load(num_rows_ptr)) & (to < size):
+@triton.jit(do_not_specialize=["R"])
+def _stash_rows_kernel(x_ptr, num_rows_ptr, block_ptr, first_ptr, C, R, size, BLOCK_C: tl.constexpr):
+    first = tl.load(first_ptr)
+    count = tl.minimum(tl.minimum(tl.load(num_rows_ptr), R), tl.maximum(size - first, 0))
+    for row in range(tl.program_id(0), count, tl.num_programs(0)):
+        row = tl.cast(row, tl.int64)
         for start in range(0, C, BLOCK_C):
             c_C = start + tl.arange(0, BLOCK_C)
-            tl.store(block_ptr + to * C + c_C, tl.load(x_ptr + row * C + c_C, mask=c_C < C), mask=c_C < C)
+            tl.store(block_ptr + (first + row) * C + c_C, tl.load(x_ptr + row * C + c_C, mask=c_C < C), mask=c_C < C)
 
 
 def stash_rows_reference(x_RC: Tensor, num_rows: Tensor, block_AC: Tensor, first: Tensor) -> None:
@@ -27,7 +29,9 @@ def _launch(x_RC: Tensor, num_rows: Tensor, block_AC: Tensor, first: Tensor) -> 
     R, C = x_RC.shape
     if R:
         block = min(triton.next_power_of_2(C), 2048)
-        _stash_rows_kernel[(R,)](x_RC.contiguous(), num_rows, block_AC, first, C, len(block_AC), BLOCK_C=block, num_warps=4)
+        _stash_rows_kernel[row_programs(R, x_RC.device)](
+            x_RC.contiguous(), num_rows, block_AC, first, C, R, len(block_AC), BLOCK_C=block, num_warps=4
+        )
 
 
 @op("stash_rows", mutates_args=("block_AC",))

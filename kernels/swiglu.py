@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.op import op
+from kernels.row_programs import row_programs
 
 
 def _rows_of(weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -52,10 +53,10 @@ def weighted_swiglu_backward_reference(
     )
 
 
-@triton.jit
-def _forward_kernel(gate_up_ptr, weight_ptr, pair_ptr, num_rows_ptr, act_ptr, F, BLOCK_F: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    if row < tl.load(num_rows_ptr):
+@triton.jit(do_not_specialize=["R"])
+def _forward_kernel(gate_up_ptr, weight_ptr, pair_ptr, num_rows_ptr, act_ptr, F, R, BLOCK_F: tl.constexpr):
+    for row in range(tl.program_id(0), tl.minimum(tl.load(num_rows_ptr), R), tl.num_programs(0)):
+        row = tl.cast(row, tl.int64)
         weight = tl.load(weight_ptr + tl.load(pair_ptr + row))
         for start in range(0, F, BLOCK_F):
             f = start + tl.arange(0, BLOCK_F)
@@ -73,7 +74,7 @@ def place_of_row(row, first_ptr, size):
     return row
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _backward_kernel(
     grad_ptr,
     gate_up_ptr,
@@ -85,19 +86,20 @@ def _backward_kernel(
     grad_weight_ptr,
     act_ptr,
     F,
+    R,
     size,
     BLOCK_F: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    if row < tl.load(num_rows_ptr):
-        gate_up_ptr += place_of_row(row, first_ptr, size) * 2 * F
+    for row in range(tl.program_id(0), tl.minimum(tl.load(num_rows_ptr), R), tl.num_programs(0)):
+        row = tl.cast(row, tl.int64)
+        place = place_of_row(row, first_ptr, size)
         pair = tl.load(pair_ptr + row)
         weight = tl.load(weight_ptr + pair)
         grad_weight = tl.zeros([BLOCK_F], dtype=tl.float32)
         for start in range(0, F, BLOCK_F):
             f = start + tl.arange(0, BLOCK_F)
-            gate = tl.load(gate_up_ptr + f, mask=f < F, other=0.0).to(tl.float32)
-            up = tl.load(gate_up_ptr + F + f, mask=f < F, other=0.0).to(tl.float32)
+            gate = tl.load(gate_up_ptr + place * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
+            up = tl.load(gate_up_ptr + place * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
             grad = tl.load(grad_ptr + row * F + f, mask=f < F, other=0.0).to(tl.float32)
             sig = tl.sigmoid(gate)
             silu = gate * sig
@@ -118,7 +120,9 @@ def _launch_forward(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_
     R, _, F = gate_up_R2F.shape
     act_RF = gate_up_R2F.new_empty(R, F)
     if act_RF.numel():
-        _forward_kernel[(R,)](gate_up_R2F, weights_P, pair_R, num_rows, act_RF, F, BLOCK_F=_block(F, 1024), num_warps=2)
+        _forward_kernel[row_programs(R, act_RF.device)](
+            gate_up_R2F, weights_P, pair_R, num_rows, act_RF, F, R, BLOCK_F=_block(F, 1024), num_warps=2
+        )
     return act_RF
 
 
@@ -129,8 +133,8 @@ def _launch_backward(
     grad_gate_up_R2F, act_RF = gate_up_R2F.new_empty(R, 2, F), torch.empty_like(grad_RF)
     grad_weights_P = torch.zeros_like(weights_P)
     if R:
-        _backward_kernel[(R,)](
-            grad_RF, gate_up_R2F, weights_P, pair_R, num_rows, first, grad_gate_up_R2F, grad_weights_P, act_RF, F,
+        _backward_kernel[row_programs(R, act_RF.device)](
+            grad_RF, gate_up_R2F, weights_P, pair_R, num_rows, first, grad_gate_up_R2F, grad_weights_P, act_RF, F, R,
             len(gate_up_R2F), BLOCK_F=_block(F, 256), num_warps=2,
         )  # fmt: skip
     return grad_gate_up_R2F, grad_weights_P, act_RF

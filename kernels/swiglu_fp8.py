@@ -9,6 +9,7 @@ from kernels.op import op
 from kernels.packed_tokens import PackedTokens, unpack_tokens
 from kernels.quantize import E4M3, blocks_of_row, empty_rows, quantize_rows_reference
 from kernels.quantize_kernels import factor_of, places, row_bits, store_scales
+from kernels.row_programs import FEW, row_programs
 from kernels.swiglu import place_of_row, weighted_swiglu_backward_reference, weighted_swiglu_reference
 
 
@@ -17,8 +18,8 @@ def _forward_kernel(
     gate_up_ptr, weight_ptr, pair_ptr, num_rows_ptr, act_ptr, scale_ptr, F, R,
     BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    if row < tl.load(num_rows_ptr):
+    for row in range(tl.program_id(0), tl.minimum(tl.load(num_rows_ptr), R), tl.num_programs(0)):
+        row = tl.cast(row, tl.int64)
         weight = tl.load(weight_ptr + tl.load(pair_ptr + row))
         f_BC = places(BLOCKS)
         dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
@@ -47,8 +48,8 @@ def _backward_kernel(
     BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr,
 ):  # fmt: skip
     """The pre-activations are numbers, or E4M3 elements and their scales in rows of ``stride`` bytes."""
-    row = tl.program_id(0).to(tl.int64)
-    if row < tl.load(num_rows_ptr):
+    for row in tl.range(tl.program_id(0), tl.minimum(tl.load(num_rows_ptr), R), tl.num_programs(0), num_stages=3):
+        row = tl.cast(row, tl.int64)
         pair = tl.load(pair_ptr + row)
         weight = tl.load(weight_ptr + pair)
         f_BC = places(BLOCKS)
@@ -58,9 +59,9 @@ def _backward_kernel(
         gate_BC = tl.load(gate_up_ptr + place * stride + f_BC, mask=mask_BC, other=0.0).to(tl.float32)
         up_BC = tl.load(gate_up_ptr + place * stride + F + f_BC, mask=mask_BC, other=0.0).to(tl.float32)
         if kept_scale_ptr is not None:
-            kept_scale_ptr += place * (stride // 4)
-            gate_BC = (gate_BC * _load_scales(kept_scale_ptr, 0, F, BLOCKS, BLOCKWISE)).to(dtype).to(tl.float32)
-            up_BC = (up_BC * _load_scales(kept_scale_ptr, 1, F, BLOCKS, BLOCKWISE)).to(dtype).to(tl.float32)
+            kept_scales_ptr = kept_scale_ptr + place * (stride // 4)
+            gate_BC = (gate_BC * _load_scales(kept_scales_ptr, 0, F, BLOCKS, BLOCKWISE)).to(dtype).to(tl.float32)
+            up_BC = (up_BC * _load_scales(kept_scales_ptr, 1, F, BLOCKS, BLOCKWISE)).to(dtype).to(tl.float32)
         grad_BC = tl.load(grad_ptr + row * F + f_BC, mask=mask_BC, other=0.0).to(tl.float32)
         sig_BC = tl.sigmoid(gate_BC)
         silu_BC = gate_BC * sig_BC
@@ -94,7 +95,7 @@ def _launch_forward(
     R, _, F = gate_up_R2F.shape
     act_RF, scale = empty_rows(gate_up_R2F, R, F, blockwise)
     if R:
-        _forward_kernel[(R,)](
+        _forward_kernel[row_programs(R, act_RF.device)](
             gate_up_R2F, weights_P, pair_R, num_rows, act_RF, scale, F, R,
             BLOCKS=blocks_of_row(F), BLOCKWISE=blockwise, num_warps=_warps(F),
         )  # fmt: skip
@@ -118,7 +119,7 @@ def _launch_backward(
     if _packed(kept):
         kept, kept_scale = kept.view(E4M3), kept.view(torch.float32)[:, F // 2 :]
     if R:
-        _backward_kernel[(R,)](
+        _backward_kernel[row_programs(R, act_RF.device, FEW)](
             grad_RF, kept, kept_scale, weights_P, pair_R, num_rows, first,
             grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF, F, R, len(kept), kept.stride(0),
             BLOCKS=blocks_of_row(F), BLOCKWISE=blockwise, num_warps=_warps(F),

@@ -202,11 +202,15 @@ def _store(at: Pointer, x: Any, mask: Any = True) -> None:
 
 
 def _atomic(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    def atomic(at: Pointer, x: Tensor, mask: Tensor, sem: str, scope: str) -> Tensor:
+    def atomic(at: Pointer, x: Tensor | int, mask: Tensor | None = None, *, sem: str, scope: str) -> Tensor | int:
         _not_forever()
-        assert scope == "gpu" and sem == "relaxed"
-        before = torch.full_like(x, -7)
+        assert scope == "gpu" and sem in ("relaxed", "acquire", "release")
         with _changed:
+            if mask is None:
+                before = int(at.x[at.offset])
+                at.x[at.offset] = change(before, x)
+                return before
+            before = torch.full_like(x, -7)
             before[mask] = at.x[at.offset[mask]]
             at.x[at.offset[mask]] = change(before, x)[mask]
         return before

@@ -1,6 +1,5 @@
 """The kernels that quantise columns, run on threads, against their references; and compiled for Hopper."""
 
-import itertools
 import re
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from gluon_compiled import Recorded, compiled_for_hopper
 from gluon_threads import OnThreads, stored
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
 from kernels import packed_tokens, quantize, quantize_columns_kernels
 
@@ -42,14 +42,14 @@ def check(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], blockwise: b
 @pytest.fixture(autouse=True)
 def _on_threads(monkeypatch) -> None:
     torch.manual_seed(0)
-    for name in ("_column_bits_kernel", "_quantize_columns_kernel"):
-        monkeypatch.setattr(quantize_columns_kernels, name, OnThreads(getattr(quantize_columns_kernels, name), 3))
+    kernel = quantize_columns_kernels._quantize_columns_kernel
+    monkeypatch.setattr(quantize_columns_kernels, "_quantize_columns_kernel", OnThreads(kernel, 3))
 
 
 @GROUPS
 @pytest.mark.parametrize(("C", "blockwise", "choices"), [(80, False, 0), (48, True, 0), (16, False, 2), (128, True, 3)])
 def test_columns(monkeypatch, groups, C, blockwise, choices) -> None:
-    monkeypatch.setattr(quantize, "_PROGRAMS", 11)
+    monkeypatch.setattr(quantize, "_BLOCKS", 2)
     rows, ends = sum(groups), torch.tensor(groups).cumsum(0, dtype=torch.int32)
     count = rows + 5
     x, pair_R = numbers(-(-count // choices) if choices else count, C), None
@@ -62,9 +62,20 @@ def test_columns(monkeypatch, groups, C, blockwise, choices) -> None:
     check(actual, quantize.quantize_columns(x, ends, blockwise, pair_R, choices or 1), blockwise)
 
 
+@pytest.mark.parametrize("ahead", [1, 3, 1000])
+def test_columns_are_turned_when_all_of_their_rows_are_measured(monkeypatch, ahead) -> None:
+    """In portions of less than a group, of some of its columns, and of all."""
+    monkeypatch.setattr(quantize, "_BLOCKS", 1)
+    monkeypatch.setattr(quantize_columns_kernels, "AHEAD", gl.constexpr(ahead))
+    kernel = quantize_columns_kernels._quantize_columns_kernel.source
+    monkeypatch.setattr(quantize_columns_kernels, "_quantize_columns_kernel", OnThreads(kernel, 3))
+    x, ends = numbers(2000, 150), torch.tensor([700, 700, 2000], dtype=torch.int32)
+    check(quantize.launch_columns(x, ends, False, None, 0), quantize.quantize_columns(x, ends, False), False)
+
+
 @pytest.mark.parametrize("blockwise", [False, True])
 def test_a_program_has_several_blocks(monkeypatch, blockwise) -> None:
-    monkeypatch.setattr(quantize, "_PROGRAMS", 1)
+    monkeypatch.setattr(quantize, "_BLOCKS", 20)
     x, ends = numbers(2000, 64), torch.tensor([700, 700, 2000], dtype=torch.int32)
     check(quantize.launch_columns(x, ends, blockwise, None, 0), quantize.quantize_columns(x, ends, blockwise), blockwise)
 
@@ -87,12 +98,8 @@ def test_columns_of_packed_tokens(N, D, K, groups, blockwise) -> None:
 @pytest.mark.parametrize("source", ["rows", "tokens", "packed tokens"])
 def test_kernels_fit_a_multiprocessor(monkeypatch, tmp_path, blockwise, source) -> None:
     """Nothing spills, and three programs and more find room."""
-    kernels = {
-        name: getattr(quantize_columns_kernels, name).source for name in ("_column_bits_kernel", "_quantize_columns_kernel")
-    }
-    launched = {name: Recorded() for name in kernels}
-    for name, stand_in in launched.items():
-        monkeypatch.setattr(quantize_columns_kernels, name, stand_in)
+    kernel, launched = quantize_columns_kernels._quantize_columns_kernel.source, Recorded()
+    monkeypatch.setattr(quantize_columns_kernels, "_quantize_columns_kernel", launched)
     x, ends, pair_R = numbers(9, 256), torch.tensor([4, 9], dtype=torch.int32), None if source == "rows" else torch.arange(9)
     words = packed_tokens.pack_tokens(x, blockwise)
     if source == "packed tokens":
@@ -100,8 +107,7 @@ def test_kernels_fit_a_multiprocessor(monkeypatch, tmp_path, blockwise, source) 
         quantize.launch_columns(elements, ends, blockwise, pair_R, 1, scales)
     else:
         quantize.launch_columns(x, ends, blockwise, pair_R, 1)
-    for name, kernel in itertools.islice(kernels.items(), blockwise, None):
-        said = compiled_for_hopper(kernel, launched[name], tmp_path)[1]
-        assert "0 bytes spill stores, 0 bytes spill loads" in said
-        registers = int(re.search(r"Used (\d+) registers", said)[1])
-        assert 3 * 32 * quantize_columns_kernels.WARPS.value * registers <= 65536
+    said = compiled_for_hopper(kernel, launched, tmp_path)[1]
+    assert "0 bytes spill stores, 0 bytes spill loads" in said
+    registers = int(re.search(r"Used (\d+) registers", said)[1])
+    assert 3 * 32 * quantize_columns_kernels.WARPS.value * registers <= 65536
