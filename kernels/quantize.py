@@ -11,16 +11,15 @@ import triton
 from torch import Tensor
 
 from kernels.op import op
+from kernels.programs import TOGETHER, programs
 from kernels.quantize_kernels import (
     _quantize_rows_kernel,
     _quantize_tiles_kernel,
     _spread_rows_kernel,
 )
-from kernels.row_programs import row_programs
 
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn
-_BLOCKS = 4  # of 128 rows that a program quantises, or twice as many gathered ones, if all the room for rows is used
 
 
 def quantize_reference(x_MK: Tensor, size_m: int, size_k: int, power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -133,7 +132,7 @@ def _launch_rows(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tenso
     (R, D), x_RD = x_RD.shape, x_RD.contiguous()
     elements_RD, scale = empty_rows(x_RD, R, D, blockwise)
     if x_RD.numel():
-        _quantize_rows_kernel[row_programs(R, x_RD.device)](
+        _quantize_rows_kernel[programs(R, x_RD.device)](
             x_RD, num_rows, elements_RD, scale, D, R,
             BLOCKS=blocks_of_row(D), BLOCKWISE=blockwise, num_warps=warps(D),
         )  # fmt: skip
@@ -163,22 +162,17 @@ def launch_columns(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of elements of E4M3 with ``x_scale``, a row each of one scale or blockwise of one for 128 elements."""
     from kernels.launch import launch  # takes Gluon, as the kernels do
-    from kernels.quantize_columns_kernels import AHEAD, COLUMNS, ROWS, WARPS, _quantize_columns_kernel
+    from kernels.quantize_columns_kernels import COLUMNS, PIECE, ROWS, WARPS, _quantize_columns_kernel
 
     (rows, C), E, x = x.shape, len(offsets_E), x if x.stride(1) == 1 else x.contiguous()
     rows = rows if pair_R is None else len(pair_R)
     elements_CW, scale, ends_E = empty_columns(x, C, rows, E, blockwise)
     slabs = triton.cdiv(C, COLUMNS.value)
-    blocks = _BLOCKS if pair_R is None else 2 * _BLOCKS
-    Z = min(max(triton.cdiv(rows, ROWS.value * E * blocks), 1), AHEAD.value)
-    work = slabs * E * Z
-    bits, programs = None, work
-    if not blockwise:
-        bits = scale.new_zeros(E * (C + slabs) + 1, dtype=torch.int32)
-        programs = 2 * triton.cdiv(work, AHEAD.value) * AHEAD.value
+    parts = slabs * (triton.cdiv(rows, ROWS.value * PIECE.value) + E) * (1 if blockwise else 2)
+    bits = None if blockwise else scale.new_zeros(E * (C + slabs) + 1, dtype=torch.int32)
     launch(
-        _quantize_columns_kernel, (programs,), x, x_scale, pair_R, offsets_E, bits, elements_CW, scale, ends_E, C, E,
-        elements_CW.shape[1], x.stride(0), 0 if x_scale is None else x_scale.stride(0), Z, work,
+        _quantize_columns_kernel, programs(parts, x.device, TOGETHER), x, x_scale, pair_R, offsets_E, bits, elements_CW, scale,
+        ends_E, C, E, elements_CW.shape[1], x.stride(0), 0 if x_scale is None else x_scale.stride(0),
         options={"num_warps": WARPS.value}, CHOICES=0 if pair_R is None else choices, E_P=triton.next_power_of_2(E),
     )  # fmt: skip
     return elements_CW, scale, ends_E

@@ -22,12 +22,18 @@ WRITTEN = gl.constexpr(
         shape=[64, 128],
     )
 )
-ANY = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-AHEAD = gl.constexpr(256)  # programs: of those tried, the fewest for which the next are not kept waiting
+PIECE = gl.constexpr(2)  # blocks of rows
+AHEAD = gl.constexpr(256)  # pieces
 
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # torch 2.11's Triton has the first
 
 factor_of = gluon.jit(quantize_kernels.factor_of.fn)
+
+
+@gluon.constexpr_function
+def in_a_warp(length):
+    """So that no warp needs another for sums along it."""
+    return gl.BlockedLayout([max(length // 32, 1)], [32], [4], [0])
 
 
 @gluon.jit
@@ -38,7 +44,7 @@ def _bits(x):
 @gluon.jit
 def _load_rows(source, row, end, c_C, C, stride_r: gl.constexpr, CHOICES: gl.constexpr):
     """Rows from ``row`` on in fp32, zeros from ``end`` on. Only tokens of which CHOICES are made have scales."""
-    x_ptr, x_scale_ptr, scale_stride_r, pair_ptr, _ = source
+    x_ptr, x_scale_ptr, scale_stride_r, pair_ptr = source
     r_R = gl.arange(0, ROWS, gl.SliceLayout(1, READ))
     mask_R = r_R < end - row
     if CHOICES:
@@ -55,39 +61,56 @@ def _load_rows(source, row, end, c_C, C, stride_r: gl.constexpr, CHOICES: gl.con
 
 
 @gluon.jit
-def _group(offsets_ptr, e):
-    """Of a group its first row, its end and its blocks."""
-    begin, end = gl.load(offsets_ptr + e - 1, mask=e > 0, other=0), gl.load(offsets_ptr + e)
-    return begin, end, gl.maximum(gl.cdiv(end - begin, ROWS), 1)
+def _add(a, b):
+    return a + b
 
 
 @gluon.jit
-def _blocks_ahead(offsets_ptr, e, E, E_P: gl.constexpr):
-    """Those of all groups ahead of one."""
-    e_E = gl.arange(0, E_P, ANY)
-    start_E = gl.load(offsets_ptr + e_E - 1, mask=(e_E > 0) & (e_E < E), other=0)
-    rows_E = gl.load(offsets_ptr + e_E, mask=e_E < E, other=0) - start_E
-    return gl.sum(gl.where(e_E < e, gl.maximum(gl.cdiv(rows_E, ROWS), 1), 0), 0)
+def _groups(offsets_ptr, E, E_P: gl.constexpr):
+    """Of each group its first row, its end, its blocks, and its pieces."""
+    e_E = gl.arange(0, E_P, in_a_warp(E_P))
+    begin_E = gl.load(offsets_ptr + e_E - 1, mask=(e_E > 0) & (e_E < E), other=0)
+    end_E = gl.load(offsets_ptr + e_E, mask=e_E < E, other=0)
+    blocks_E = gl.where(e_E < E, gl.maximum(gl.cdiv(end_E - begin_E, ROWS), 1), 0)
+    return begin_E, end_E, blocks_E, gl.cdiv(blocks_E, PIECE)
 
 
 @gluon.jit
-def _in_portions(i, work):
-    """What program i has, and whether it turns it: 0 measured, 1 measured, 0 turned, 2 measured, 1 turned, ..., last turned."""
-    portion, last = i // AHEAD, gl.cdiv(work, AHEAD) - 1
-    turns = ((portion % 2 == 0) & (portion > 0)) | (portion == 2 * last + 1)
-    turned = gl.where(portion == 2 * last + 1, last, portion // 2 - 1)
-    return gl.where(turns, turned, (portion + 1) // 2) * AHEAD + i % AHEAD, turns
+def _sum_where(mask, x):
+    return gl.sum(gl.where(mask, x, 0), 0)
 
 
 @gluon.jit
-def _measure(source, bits_ptr, done_ptr, place, C, Z, stride_r: gl.constexpr, CHOICES: gl.constexpr):
-    """Raises the largest magnitudes of a group's columns [C], as bits, to those of some of its blocks, then counts itself."""
-    slab, e, z = place
+def _place(offsets_ptr, piece, E, E_P: gl.constexpr):
+    """Of a piece its group, the group's first row, end and pieces, its own first block and the one behind it, and how many blocks
+    the groups ahead have."""
+    begin_E, end_E, blocks_E, pieces_E = _groups(offsets_ptr, E, E_P)
+    e_E, upto_E = gl.arange(0, E_P, in_a_warp(E_P)), gl.associative_scan(pieces_E, 0, _add)
+    e = gl.sum((upto_E <= piece).to(gl.int32), 0)
+    pieces = _sum_where(e_E == e, pieces_E)
+    block = (piece - _sum_where(e_E == e, upto_E) + pieces) * PIECE
+    behind = gl.minimum(block + PIECE, _sum_where(e_E == e, blocks_E))
+    begin, end = _sum_where(e_E == e, begin_E), _sum_where(e_E == e, end_E)
+    return e, begin, end, pieces, block, behind, _sum_where(e_E < e, blocks_E)
+
+
+@gluon.jit
+def _in_portions(order, work, portion):
+    """What comes in this order, and whether it is to be turned: portion 0 measured, 1 measured, 0 turned, 2 measured, ..."""
+    at, last = order // portion, gl.cdiv(work, portion) - 1
+    turns = ((at % 2 == 0) & (at > 0)) | (at == 2 * last + 1)
+    turned = gl.where(at == 2 * last + 1, last, at // 2 - 1)
+    return gl.where(turns, turned, (at + 1) // 2) * portion + order % portion, turns
+
+
+@gluon.jit
+def _measure(source, bits_ptr, done_ptr, slab, place, C, stride_r: gl.constexpr, CHOICES: gl.constexpr):
+    """Raises the largest magnitudes of a group's columns [C], as bits, to those of a piece, which it counts then."""
+    _, begin, end, _, block, behind, _ = place
     c_C = slab * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, READ))
-    begin, end, blocks = _group(source[4], e)
     bits_C = gl.full([COLUMNS], 0, gl.int32, gl.SliceLayout(0, READ))
-    for block in range(z, blocks, Z):
-        x_RC = _load_rows(source, begin + block * ROWS, end, c_C, C, stride_r, CHOICES)
+    for at in range(block, behind):
+        x_RC = _load_rows(source, begin + at * ROWS, end, c_C, C, stride_r, CHOICES)
         bits_C = gl.maximum(bits_C, gl.max(_bits(x_RC), 0))
     gl.atomic_max(bits_ptr + c_C, bits_C, mask=c_C < C, sem="relaxed", scope="gpu")
     barrier()
@@ -95,42 +118,40 @@ def _measure(source, bits_ptr, done_ptr, place, C, Z, stride_r: gl.constexpr, CH
 
 
 @gluon.jit
-def _wait(done_ptr, Z):
+def _wait(done_ptr, pieces):
     done = gl.atomic_add(done_ptr, 0, sem="acquire", scope="gpu")
-    while done < Z:
+    while done < pieces:
         done = gl.atomic_add(done_ptr, 0, sem="acquire", scope="gpu")
     barrier()
 
 
 @gluon.jit
-def _turn(source, result, bits_ptr, place, C, E, W, Z, stride_r: gl.constexpr, CHOICES: gl.constexpr, E_P: gl.constexpr):
-    """Quantises some of a group's blocks: by the largest magnitudes of its columns [C], or by each block's own."""
+def _turn(source, result, bits_ptr, slab, place, C, W, stride_r: gl.constexpr, CHOICES: gl.constexpr):
+    """Quantises a piece: by the largest magnitudes of the group's columns [C], or by each block's own."""
     BLOCKWISE: gl.constexpr = bits_ptr is None
-    x_ptr, x_scale_ptr, scale_stride_r, pair_ptr, offsets_ptr = source
+    x_ptr, x_scale_ptr, scale_stride_r, pair_ptr = source
     out_ptr, scale_ptr, ends_ptr = result
-    slab, e, z = place
+    e, begin, end, _, block, behind, ahead = place
     c_C = slab * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, READ))
     of_C = slab * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, WRITTEN))
-    begin, end, blocks = _group(offsets_ptr, e)
-    ahead = _blocks_ahead(offsets_ptr, e, E, E_P)
-    if slab + z == 0:
-        gl.store(ends_ptr + e, (ahead + blocks) * ROWS)
+    if slab + block == 0:
+        gl.store(ends_ptr + e, (ahead + gl.maximum(gl.cdiv(end - begin, ROWS), 1)) * ROWS)
     if BLOCKWISE:
         factor_C = gl.full([COLUMNS], 0.0, gl.float32, gl.SliceLayout(0, READ))
         if x_scale_ptr is not None:
             x_scale_ptr += slab * COLUMNS // 128
     else:
         factor_C = factor_of(gl.load(bits_ptr + c_C, mask=c_C < C, other=0), True)
-        if z == 0:
+        if block == 0:
             gl.store(scale_ptr + e * C + c_C, gl.div_rn(1.0, factor_C), mask=c_C < C)
-    source = (x_ptr, x_scale_ptr, scale_stride_r, pair_ptr, offsets_ptr)
-    for block in range(z, blocks, Z):
-        x_RC = _load_rows(source, begin + block * ROWS, end, c_C, C, stride_r, CHOICES)
+    source = (x_ptr, x_scale_ptr, scale_stride_r, pair_ptr)
+    for at in range(block, behind):
+        x_RC = _load_rows(source, begin + at * ROWS, end, c_C, C, stride_r, CHOICES)
         if BLOCKWISE:
             factor_C = factor_of(gl.max(_bits(x_RC), 0), False)
-            gl.store(scale_ptr + gl.to_tensor(ahead + block).to(gl.int64) * C + c_C, gl.div_rn(1.0, factor_C), mask=c_C < C)
+            gl.store(scale_ptr + gl.to_tensor(ahead + at).to(gl.int64) * C + c_C, gl.div_rn(1.0, factor_C), mask=c_C < C)
         turned_CR = gl.convert_layout(gl.permute(x_RC * factor_C[None, :], (1, 0)), WRITTEN)
-        to_R = (ahead + block) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, WRITTEN))
+        to_R = (ahead + at) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, WRITTEN))
         to_CR = out_ptr + of_C[:, None].to(gl.int64) * W + to_R[None, :]
         gl.store(to_CR, turned_CR.to(gl.float8e4nv), mask=(of_C < C)[:, None])
 
@@ -138,31 +159,37 @@ def _turn(source, result, bits_ptr, place, C, E, W, Z, stride_r: gl.constexpr, C
 @gluon.jit
 def _quantize_columns_kernel(
     x_ptr, x_scale_ptr, pair_ptr, offsets_ptr, bits_ptr, out_ptr, scale_ptr, ends_ptr, C, E, W,
-    stride_r: gl.constexpr, scale_stride_r, Z, work,
+    stride_r: gl.constexpr, scale_stride_r,
     CHOICES: gl.constexpr, E_P: gl.constexpr,
 ):  # fmt: skip
-    """Turns the columns of groups into rows of the result: 128 rows of 64 columns at a time, of a group by Z programs.
+    """Turns the columns of groups into rows of the result: 128 rows of 64 columns at a time, as many groups' as there are.
 
     Blockwise each such block has its own scales. Otherwise a column of a group has one, a power of two, for which the largest
-    magnitude must be known first. So that the L2 cache still has what was measured when it is turned, AHEAD programs measure,
-    then as many measure the next portion, then as many turn the first, and so on. In ``bits``, zeros, are the largest magnitudes
-    [E * C], how many programs have measured a slab of a group [slabs * E], and how many have begun: their order is that of
-    beginning, so that a program waits for none that has not; Z is AHEAD at most, for a group's last not to come after.
+    magnitude must be known first. So that the L2 cache still has what was measured when it is turned, a portion of the pieces is
+    measured, then the next portion, then the first is turned, and so on. No portion is smaller than a group, for all of a group
+    to be measured by then. In ``bits``, zeros, are the largest magnitudes [E * C], how many of a group's pieces are measured
+    [slabs * E], and how many pieces programs have taken: in this order, so that they wait for none that is not begun.
     """
-    source, result = (x_ptr, x_scale_ptr, scale_stride_r, pair_ptr, offsets_ptr), (out_ptr, scale_ptr, ends_ptr)
+    source, result = (x_ptr, x_scale_ptr, scale_stride_r, pair_ptr), (out_ptr, scale_ptr, ends_ptr)
+    _, _, _, pieces_E = _groups(offsets_ptr, E, E_P)
+    pieces, slabs = gl.sum(pieces_E, 0), gl.cdiv(C, COLUMNS)
     if bits_ptr is None:
-        i = gl.program_id(0)
-        _turn(source, result, None, (i // (E * Z), i // Z % E, i % Z), C, E, W, Z, stride_r, CHOICES, E_P)
+        for i in range(gl.program_id(0), slabs * pieces, gl.num_programs(0)):
+            place = _place(offsets_ptr, i % pieces, E, E_P)
+            _turn(source, result, None, i // pieces, place, C, W, stride_r, CHOICES)
     else:
         counts_ptr = bits_ptr + E * C
-        order = gl.atomic_add(counts_ptr + gl.cdiv(C, COLUMNS) * E, 1, sem="relaxed", scope="gpu")
-        i, turns = _in_portions(order, work)
-        slab, e, z = i // (E * Z), i // Z % E, i % Z
-        bits_ptr += e * C
-        counts_ptr += slab * E + e
-        if i < work:
-            if turns:
-                _wait(counts_ptr, Z)
-                _turn(source, result, bits_ptr, (slab, e, z), C, E, W, Z, stride_r, CHOICES, E_P)
-            else:
-                _measure(source, bits_ptr, counts_ptr, (slab, e, z), C, Z, stride_r, CHOICES)
+        portion = gl.maximum(gl.max(pieces_E, 0), AHEAD)
+        orders = 2 * gl.cdiv(slabs * pieces, portion) * portion
+        order = gl.atomic_add(counts_ptr + slabs * E, 1, sem="relaxed", scope="gpu")
+        while order < orders:
+            i, turns = _in_portions(order, slabs * pieces, portion)
+            if i < slabs * pieces:
+                slab, place = i // pieces, _place(offsets_ptr, i % pieces, E, E_P)
+                done_ptr, of_group_ptr = counts_ptr + slab * E + place[0], bits_ptr + place[0] * C
+                if turns:
+                    _wait(done_ptr, place[3])
+                    _turn(source, result, of_group_ptr, slab, place, C, W, stride_r, CHOICES)
+                else:
+                    _measure(source, of_group_ptr, done_ptr, slab, place, C, stride_r, CHOICES)
+            order = gl.atomic_add(counts_ptr + slabs * E, 1, sem="relaxed", scope="gpu")

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.op import op
-from kernels.row_programs import row_programs
+from kernels.programs import programs
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -29,7 +29,7 @@ def _launch(x_RC: Tensor, num_rows: Tensor, block_AC: Tensor, first: Tensor) -> 
     R, C = x_RC.shape
     if R:
         block = min(triton.next_power_of_2(C), 2048)
-        _stash_rows_kernel[row_programs(R, x_RC.device)](
+        _stash_rows_kernel[programs(R, x_RC.device)](
             x_RC.contiguous(), num_rows, block_AC, first, C, R, len(block_AC), BLOCK_C=block, num_warps=4
         )
 

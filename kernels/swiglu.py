@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.op import op
-from kernels.row_programs import row_programs
+from kernels.programs import programs
 
 
 def _rows_of(weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ def _launch_forward(gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_
     R, _, F = gate_up_R2F.shape
     act_RF = gate_up_R2F.new_empty(R, F)
     if act_RF.numel():
-        _forward_kernel[row_programs(R, act_RF.device)](
+        _forward_kernel[programs(R, act_RF.device)](
             gate_up_R2F, weights_P, pair_R, num_rows, act_RF, F, R, BLOCK_F=_block(F, 1024), num_warps=2
         )
     return act_RF
@@ -133,7 +133,7 @@ def _launch_backward(
     grad_gate_up_R2F, act_RF = gate_up_R2F.new_empty(R, 2, F), torch.empty_like(grad_RF)
     grad_weights_P = torch.zeros_like(weights_P)
     if R:
-        _backward_kernel[row_programs(R, act_RF.device)](
+        _backward_kernel[programs(R, act_RF.device)](
             grad_RF, gate_up_R2F, weights_P, pair_R, num_rows, first, grad_gate_up_R2F, grad_weights_P, act_RF, F, R,
             len(gate_up_R2F), BLOCK_F=_block(F, 256), num_warps=2,
         )  # fmt: skip

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from kernels.op import op
 from kernels.packed_tokens import PackedTokens, unpack_tokens
+from kernels.programs import FEW, programs
 from kernels.quantize import E4M3, blocks_of_row, empty_rows, quantize_rows_reference
 from kernels.quantize_kernels import factor_of, places, row_bits, store_scales
-from kernels.row_programs import FEW, row_programs
 from kernels.swiglu import place_of_row, weighted_swiglu_backward_reference, weighted_swiglu_reference
 
 
@@ -95,7 +95,7 @@ def _launch_forward(
     R, _, F = gate_up_R2F.shape
     act_RF, scale = empty_rows(gate_up_R2F, R, F, blockwise)
     if R:
-        _forward_kernel[row_programs(R, act_RF.device)](
+        _forward_kernel[programs(R, act_RF.device)](
             gate_up_R2F, weights_P, pair_R, num_rows, act_RF, scale, F, R,
             BLOCKS=blocks_of_row(F), BLOCKWISE=blockwise, num_warps=_warps(F),
         )  # fmt: skip
@@ -119,7 +119,7 @@ def _launch_backward(
     if _packed(kept):
         kept, kept_scale = kept.view(E4M3), kept.view(torch.float32)[:, F // 2 :]
     if R:
-        _backward_kernel[row_programs(R, act_RF.device, FEW)](
+        _backward_kernel[programs(R, act_RF.device, FEW)](
             grad_RF, kept, kept_scale, weights_P, pair_R, num_rows, first,
             grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF, F, R, len(kept), kept.stride(0),
             BLOCKS=blocks_of_row(F), BLOCKWISE=blockwise, num_warps=_warps(F),

@@ -269,7 +269,7 @@ _LANGUAGE = SimpleNamespace(
     div_rn=lambda a, b: torch.tensor(a) / b,  # of a number torch would multiply by the inverse
     load=_load, store=_store, allocate_shared_memory=_allocate, where=_where, minimum=_minimum, maximum=_maximum,
     atomic_add=_atomic(lambda before, x: before + x), atomic_xchg=_atomic(lambda before, x: x), atomic_max=_atomic(torch.maximum),
-    sum=lambda x, axis: int(x.sum()), convert_layout=lambda x, layout: x,
+    sum=lambda x, axis: int(x.sum()), associative_scan=lambda x, axis, add: x.cumsum(axis), convert_layout=lambda x, layout: x,
     full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype).as_subclass(Block),
     zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
     arange=lambda a, b, layout: torch.arange(a, b).as_subclass(Block),

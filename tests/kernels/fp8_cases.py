@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 from kernels import cross_entropy, packed_tokens, quantize, swiglu_fp8
 
 for _module in (quantize, swiglu_fp8):
-    _module.row_programs = lambda R, *_: (min(R, 3),)  # so that programs take more rows than one
+    _module.programs = lambda R, *_: (min(R, 3),)  # so that programs take more rows than one
 
 TYPES = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
 

@@ -49,7 +49,6 @@ def _on_threads(monkeypatch) -> None:
 @GROUPS
 @pytest.mark.parametrize(("C", "blockwise", "choices"), [(80, False, 0), (48, True, 0), (16, False, 2), (128, True, 3)])
 def test_columns(monkeypatch, groups, C, blockwise, choices) -> None:
-    monkeypatch.setattr(quantize, "_BLOCKS", 2)
     rows, ends = sum(groups), torch.tensor(groups).cumsum(0, dtype=torch.int32)
     count = rows + 5
     x, pair_R = numbers(-(-count // choices) if choices else count, C), None
@@ -65,7 +64,6 @@ def test_columns(monkeypatch, groups, C, blockwise, choices) -> None:
 @pytest.mark.parametrize("ahead", [1, 3, 1000])
 def test_columns_are_turned_when_all_of_their_rows_are_measured(monkeypatch, ahead) -> None:
     """In portions of less than a group, of some of its columns, and of all."""
-    monkeypatch.setattr(quantize, "_BLOCKS", 1)
     monkeypatch.setattr(quantize_columns_kernels, "AHEAD", gl.constexpr(ahead))
     kernel = quantize_columns_kernels._quantize_columns_kernel.source
     monkeypatch.setattr(quantize_columns_kernels, "_quantize_columns_kernel", OnThreads(kernel, 3))
@@ -75,7 +73,6 @@ def test_columns_are_turned_when_all_of_their_rows_are_measured(monkeypatch, ahe
 
 @pytest.mark.parametrize("blockwise", [False, True])
 def test_a_program_has_several_blocks(monkeypatch, blockwise) -> None:
-    monkeypatch.setattr(quantize, "_BLOCKS", 20)
     x, ends = numbers(2000, 64), torch.tensor([700, 700, 2000], dtype=torch.int32)
     check(quantize.launch_columns(x, ends, blockwise, None, 0), quantize.quantize_columns(x, ends, blockwise), blockwise)
 

@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 from kernels import adamw, cross_entropy, document_attention, permute, route, sort, stash, swiglu
 
 for _module in (stash, swiglu):
-    _module.row_programs = lambda R, *_: (min(R, 3),)  # so that programs take more rows than one
+    _module.programs = lambda R, *_: (min(R, 3),)  # so that programs take more rows than one
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Rounding of one result: one unit in the last place of bf16, as the interpreter rounds towards zero; a few operations in fp32.
