@@ -9,7 +9,7 @@ from torch import Tensor
 from float8.all_gather import TiledWeight
 from float8.grouped_emulation import grouped_input_grad, grouped_output, grouped_weight_grad
 from float8.recipes import Recipe
-from kernels.expert_mlp import HIGH_PRECISION, Kept, Operand, Products, Tokens
+from kernels.expert_mlp import HIGH_PRECISION, Kept, Operand, Products, TokenRows, Tokens, as_rows
 from kernels.grouped_mm_fp8 import grouped_mm_fp8, grouped_mm_fp8_weight_grad
 from kernels.packed_tokens import PackedTokens, pack_tokens, quantize_packed_columns, spread_packed, unpack_tokens
 from kernels.quantize import quantize_columns, quantize_rows, quantize_weights, spread_rows_fp8
@@ -23,6 +23,8 @@ class Float8Products(Products):
     in the direction of that use, and kept only while :meth:`keeping_weights`. ``packs_kept``: backward gets the pre-activations
     as the recipe quantises rows.
     """
+
+    takes_token_grads = True
 
     def __init__(self, blockwise: bool, high_precision_weight_grad: bool, packs_kept: bool = False):
         self.blockwise = blockwise
@@ -79,23 +81,19 @@ class Float8Products(Products):
             self._kept[key] = quantize_weights(w_ENK, self.blockwise, transposed)
         return self._kept[key]
 
-    def weight_grad(self, grad_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
+    def weight_grad(self, grad_RN: Tensor | TokenRows, x_RK: Tensor | TokenRows, offsets_E: Tensor) -> Tensor:
         if self.high_precision_weight_grad:
-            return HIGH_PRECISION.weight_grad(grad_RN, x_RK, offsets_E)
-        return self._weight_grad(grad_RN, offsets_E, quantize_columns(x_RK, offsets_E, self.blockwise))
-
-    def weight_grad_of_tokens(self, grad_RN: Tensor, x_ND: Tokens, pair_R: Tensor, row_NK: Tensor, offsets_E: Tensor) -> Tensor:
-        if self.high_precision_weight_grad:
-            return HIGH_PRECISION.weight_grad_of_tokens(grad_RN, _unpacked(x_ND).to(grad_RN.dtype), pair_R, row_NK, offsets_E)
-        if isinstance(x_ND, PackedTokens):
-            columns = quantize_packed_columns(x_ND.words_NW, x_ND.D, offsets_E, self.blockwise, pair_R, row_NK.shape[1])
-        else:
-            columns = quantize_columns(x_ND, offsets_E, self.blockwise, pair_R, row_NK.shape[1])
-        return self._weight_grad(grad_RN, offsets_E, columns)
-
-    def _weight_grad(self, grad_RN: Tensor, offsets_E: Tensor, x_columns: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        grad_NW, grad_scale, _ = quantize_columns(grad_RN, offsets_E, self.blockwise)
+            return HIGH_PRECISION.weight_grad(grad_RN, _unpacked_rows(x_RK), offsets_E)
+        (grad_NW, grad_scale, _), x_columns = (self._columns(operand, offsets_E) for operand in (grad_RN, x_RK))
         return grouped_mm_fp8_weight_grad(grad_NW, grad_scale, *x_columns, self.blockwise)
+
+    def _columns(self, x_RC: Tensor | TokenRows, offsets_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if isinstance(x_RC, Tensor):
+            return quantize_columns(x_RC, offsets_E, self.blockwise)
+        x_ND, pair_R, row_NK = x_RC
+        if isinstance(x_ND, PackedTokens):
+            return quantize_packed_columns(x_ND.words_NW, x_ND.D, offsets_E, self.blockwise, pair_R, row_NK.shape[1])
+        return quantize_columns(x_ND, offsets_E, self.blockwise, pair_R, row_NK.shape[1])
 
 
 class EmulatedProducts(Products):
@@ -118,16 +116,14 @@ class EmulatedProducts(Products):
             return gate_up_R2F
         return self.recipe.input.simulate(gate_up_R2F.flatten(1), 1).to(gate_up_R2F.dtype).view_as(gate_up_R2F)
 
-    def weight_grad_of_tokens(self, grad_RN: Tensor, x_ND: Tokens, pair_R: Tensor, row_NK: Tensor, offsets_E: Tensor) -> Tensor:
-        return super().weight_grad_of_tokens(grad_RN, _unpacked(x_ND), pair_R, row_NK, offsets_E)
-
     def output(self, x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
         return grouped_output(self.recipe, x_RK, w_ENK, offsets_E)
 
     def input_grad(self, grad_RN: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
         return grouped_input_grad(self.recipe, grad_RN, w_ENK, offsets_E)
 
-    def weight_grad(self, grad_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
+    def weight_grad(self, grad_RN: Tensor | TokenRows, x_RK: Tensor | TokenRows, offsets_E: Tensor) -> Tensor:
+        grad_RN, x_RK = as_rows(grad_RN), as_rows(_unpacked_rows(x_RK))
         if self.high_precision_weight_grad:
             return HIGH_PRECISION.weight_grad(grad_RN, x_RK.to(grad_RN.dtype), offsets_E)
         return grouped_weight_grad(self.recipe, grad_RN, x_RK, offsets_E)
@@ -135,3 +131,7 @@ class EmulatedProducts(Products):
 
 def _unpacked(x_ND: Tokens) -> Tensor:
     return unpack_tokens(x_ND) if isinstance(x_ND, PackedTokens) else x_ND
+
+
+def _unpacked_rows(x: Tensor | TokenRows) -> Tensor | TokenRows:
+    return x._replace(x_ND=_unpacked(x.x_ND)) if isinstance(x, TokenRows) else x

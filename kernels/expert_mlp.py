@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.grouped_mm import grouped_mm, grouped_mm_weight_grad
 from kernels.packed_tokens import PackedTokens, Packing
-from kernels.permute import gather_sum, spread_rows
+from kernels.permute import TokenGradients, gather_sum, spread_rows
 from kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
 Operand = Any
@@ -22,14 +22,24 @@ class Kept(NamedTuple):
     first: Tensor | None = None
 
 
+class TokenRows(NamedTuple):
+    """Rows that are tokens, ``x_ND[pair_R[r] // K]``, and that ``row_NK`` names; see :func:`expert_mlp`."""
+
+    x_ND: Tokens
+    pair_R: Tensor
+    row_NK: Tensor
+
+
 class Products:
     """The three grouped products of a weight w_ENK and what makes their operands, of which low-precision recipes have their own.
 
     An operand is a tensor, or what a recipe's own methods return in place of one. ``packing``: how tokens travel to the experts,
-    None for as they are; only with it come packed ones.
+    None for as they are; only with it come packed ones. ``takes_token_grads``: backward may get the gradients of tokens in place
+    of those of their rows.
     """
 
     packing: Packing | None = None
+    takes_token_grads = False
 
     def rows(self, x_ND: Tokens, row_NK: Tensor, num_rows: int) -> Operand:
         """Tokens spread to their rows, for :meth:`output`."""
@@ -62,13 +72,13 @@ class Products:
         """``grad @ w[e]`` [R, K]."""
         return grouped_mm(grad_RN, w_ENK, offsets_E)
 
-    def weight_grad(self, grad_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
+    def weight_grad(self, grad_RN: Tensor | TokenRows, x_RK: Tensor | TokenRows, offsets_E: Tensor) -> Tensor:
         """``grad^T @ x`` over the rows of e [E, N, K], zero for an empty group."""
-        return grouped_mm_weight_grad(grad_RN, x_RK, offsets_E)
+        return grouped_mm_weight_grad(as_rows(grad_RN), as_rows(x_RK), offsets_E)
 
-    def weight_grad_of_tokens(self, grad_RN: Tensor, x_ND: Tokens, pair_R: Tensor, row_NK: Tensor, offsets_E: Tensor) -> Tensor:
-        """The same of rows that are tokens."""
-        return self.weight_grad(grad_RN, spread_rows(x_ND, row_NK, len(pair_R)), offsets_E)
+
+def as_rows(x: Tensor | TokenRows) -> Tensor:
+    return spread_rows(x.x_ND, x.row_NK, len(x.pair_R)) if isinstance(x, TokenRows) else x
 
 
 HIGH_PRECISION = Products()
@@ -102,9 +112,9 @@ def _tokens(x_ND: Tensor, packed_NW: Tensor | None, products: Products) -> Token
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products, put_off, stash
+        ctx, x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products, put_off, stash, grads
     ):
-        ctx.products, ctx.put_off = products, put_off
+        ctx.products, ctx.put_off, ctx.grads = products, put_off, grads
         tokens = _tokens(x_ND, packed_NW, products)
         gate_up_R2F = _up(products.rows(tokens, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
         act_RF = products.swiglu(gate_up_R2F, weights_P, pair_R, offsets_E[-1:])
@@ -119,33 +129,38 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_RD):
         x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, gate_up = ctx.saved_tensors
-        products, grad_RD = ctx.products, grad_RD.contiguous()
+        products, grad_ND = ctx.products, None if ctx.grads is None else ctx.grads.take()
+        if grad_ND is None:
+            grad = operand = grad_RD.contiguous()
+        else:
+            grad, operand = TokenRows(grad_ND, pair_R, row_NK), products.rows(grad_ND, row_NK, len(pair_R))
         tokens = _tokens(x_ND, packed_NW, products)
         if ctx.stashed is None and gate_up is None:
             gate_up = _up(products.rows(tokens, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
         kept = ctx.stashed or Kept(gate_up)
         del gate_up
         # Here is a step's peak of memory: what has been used must not wait for the end.
-        grad_act_RF = products.input_grad(grad_RD, w2_EDF, offsets_E)
+        grad_act_RF = products.input_grad(operand, w2_EDF, offsets_E)
+        del operand
         grad_operand, grad_gate_up, grad_weights_P, act_RF = products.swiglu_backward(
             grad_act_RF, kept, weights_P, pair_R, offsets_E[-1:]
         )
         del grad_act_RF, kept
-        grad_w2_EDF = products.weight_grad(grad_RD, act_RF, offsets_E)
-        del act_RF
+        grad_w2_EDF = products.weight_grad(grad, act_RF, offsets_E)
+        del act_RF, grad, grad_ND
         grad_x_ND = gather_sum(products.input_grad(grad_operand, w13_E2FD.flatten(1, 2), offsets_E), row_NK)
         del grad_operand
 
         def grad_w13() -> Tensor:
             # Copied as late as possible, so that the rows live for one product only.
-            return products.weight_grad_of_tokens(grad_gate_up, tokens, pair_R, row_NK, offsets_E).view_as(w13_E2FD)
+            return products.weight_grad(grad_gate_up, TokenRows(tokens, pair_R, row_NK), offsets_E).view_as(w13_E2FD)
 
         if ctx.put_off is None:
             grad_w13_E2FD = grad_w13()
         else:
             ctx.put_off(grad_w13)
             grad_w13_E2FD = w13_E2FD.new_empty(()).expand_as(w13_E2FD)
-        return grad_x_ND, None, grad_w13_E2FD, grad_w2_EDF, grad_weights_P, *[None] * 7
+        return grad_x_ND, None, grad_w13_E2FD, grad_w2_EDF, grad_weights_P, *[None] * 8
 
 
 def expert_mlp(
@@ -161,6 +176,7 @@ def expert_mlp(
     put_off: Callable[[Callable[[], Tensor]], None] | None = None,
     stash: Callable[[Tensor, Tensor], Kept | None] | None = None,
     packed_NW: Tensor | None = None,
+    grads: TokenGradients | None = None,
 ) -> Tensor:
     """``w2[e] @ (weight * silu(w1[e] x) * (w3[e] x))`` for every row of every local expert.
 
@@ -181,10 +197,11 @@ def expert_mlp(
         stash: takes what is to be kept of the pre-activations, [R, ...], and how many of its rows hold data, and keeps these;
             returns None if it does not, and they are kept as they are.
         packed_NW: the tokens as the products' ``packing`` packed them; of x, shape, dtype and gradient alone count then.
+        grads: may have, in backward, the gradients of tokens [N, D], to which the rows of this output are added up.
     Returns:
         [R, D]; rows past the last offset are unspecified. Saves for backward the tokens, the gate/up pre-activations [R, 2, F]
         and the indices; rows and activation are made again.
     """
     indices = pair_R, row_NK, offsets_E
     recompute = recompute or not torch.is_grad_enabled()  # then nothing is kept
-    return _ExpertMLP.apply(x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, *indices, recompute, products, put_off, stash)
+    return _ExpertMLP.apply(x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, *indices, recompute, products, put_off, stash, grads)

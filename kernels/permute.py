@@ -116,19 +116,45 @@ def _(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     return rows_RD.new_empty(row_TK.shape[0], rows_RD.shape[1])
 
 
+class TokenGradients:
+    """Hands the gradient of sums over each token's rows [T, D] to the backward of what made the rows.
+
+    All rows of a token have the same gradient. Autograd, whose way for it are the rows, gets a tensor without values or memory.
+    """
+
+    def __init__(self) -> None:
+        self._grad_TD: Tensor | None = None
+
+    def put(self, grad_TD: Tensor, num_rows: int) -> Tensor:
+        """Returns what autograd gets."""
+        self._grad_TD = grad_TD
+        return grad_TD.new_empty(()).expand(num_rows, grad_TD.shape[1])
+
+    def take(self) -> Tensor | None:
+        """None if nothing was put here since it was taken: then autograd has the rows' own gradient."""
+        grad_TD, self._grad_TD = self._grad_TD, None
+        return grad_TD
+
+
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD: Tensor, row_TK: Tensor) -> Tensor:
+    def forward(ctx, rows_RD: Tensor, row_TK: Tensor, grads: TokenGradients | None) -> Tensor:
         ctx.save_for_backward(row_TK)
-        ctx.num_rows = len(rows_RD)
+        ctx.num_rows, ctx.grads = len(rows_RD), grads
         return gather_sum(rows_RD, row_TK)
 
     @staticmethod
     def backward(ctx, grad_TD: Tensor):
         (row_TK,) = ctx.saved_tensors
-        return spread_rows(grad_TD, row_TK, ctx.num_rows), None
+        if ctx.grads is not None:
+            return ctx.grads.put(grad_TD, ctx.num_rows), None, None
+        return spread_rows(grad_TD, row_TK, ctx.num_rows), None, None
 
 
-def unpermute(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
-    """Adds rows back into tokens: ``y[t] = sum_k rows[row_TK[t, k]]``, fp32 accumulation. See :func:`gather_sum`."""
-    return _Unpermute.apply(rows_RD, row_TK)
+def unpermute(rows_RD: Tensor, row_TK: Tensor, grads: TokenGradients | None = None) -> Tensor:
+    """Adds rows back into tokens: ``y[t] = sum_k rows[row_TK[t, k]]``, fp32 accumulation. See :func:`gather_sum`.
+
+    Args:
+        grads: takes, in backward, the gradient of y in place of the rows'.
+    """
+    return _Unpermute.apply(rows_RD, row_TK, grads)

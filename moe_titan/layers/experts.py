@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.models.utils import trunc_normal_
 
 from kernels.expert_mlp import HIGH_PRECISION, expert_mlp
+from kernels.permute import TokenGradients
 from moe_titan.layers.row_stash import RowStash
 from parallelisms.deferred import Deferred
 from parallelisms.routing import RoutedTokens
@@ -52,14 +53,15 @@ class GroupedExperts(nn.Module):
         deferred = Deferred()
         return Held(deferred.hold(local(self.w13)), deferred)
 
-    def forward(self, routed: RoutedTokens, held: Held | None = None) -> Tensor:
+    def forward(self, routed: RoutedTokens, held: Held | None = None, grads: TokenGradients | None = None) -> Tensor:
         """Outputs [R, D] of the local experts, each times its routing weight; rows past the last offset are unspecified.
 
         Args:
             held: from :meth:`defer`.
+            grads: where combine puts the gradients of the tokens.
         """
         w13_e2FD, put_off = (local(self.w13), None) if held is None else (held.w13_e2FD, held.deferred.put_off)
         tokens_ND, weights_P, *indices, packed_NW = routed
         stash = None if self.stash is None else self.stash.stash
         weights = w13_e2FD, local(self.w2), weights_P
-        return self.mlp(tokens_ND, *weights, *indices, self.recompute, self.products, put_off, stash, packed_NW)
+        return self.mlp(tokens_ND, *weights, *indices, self.recompute, self.products, put_off, stash, packed_NW, grads)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torchtitan.models.moe.moe import FeedForward, MoEArgs
 
+from kernels.permute import TokenGradients
 from moe_titan.layers.experts import GroupedExperts
 from moe_titan.layers.router import Router
 from parallelisms.dispatch import Dispatcher
@@ -63,5 +64,6 @@ class MoE(nn.Module):
         if packing is not None:
             dispatch = partial(dispatch, packed_TW=packing.pack(x_TD))
         routed, handle = dispatch(x_TD, routing, None if held is None else held.deferred.run)
-        y_BSD = self.dispatcher.combine(self.experts(routed, held), handle).view_as(x_BSD)
+        grads = TokenGradients() if self.experts.products.takes_token_grads else None
+        y_BSD = self.dispatcher.combine(self.experts(routed, held, grads), handle, grads).view_as(x_BSD)
         return y_BSD if self.shared_experts is None else y_BSD + self.shared_experts(x_BSD)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from kernels.permute import unpermute
+from kernels.permute import TokenGradients, unpermute
 from kernels.sort import sort_pairs
 from parallelisms.dispatch.base import Meanwhile
 from parallelisms.routing import RoutedTokens, Routing
@@ -72,7 +72,7 @@ class AllGatherDispatcher:
     def even_rows(self, choices: int) -> None:
         return None
 
-    def combine(self, rows_RD: Tensor, handle: RoutedTokens) -> Tensor:
+    def combine(self, rows_RD: Tensor, handle: RoutedTokens, grads: TokenGradients | None = None) -> Tensor:
         # Each rank's share of a token's sum travels in fp32 and is rounded once, with the others'.
         wide = torch.promote_types(rows_RD.dtype, torch.float32)
         partial_GD = unpermute(rows_RD.to(wide), handle.row_NK)

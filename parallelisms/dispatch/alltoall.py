@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from kernels.permute import gather_sum, spread_rows
+from kernels.permute import TokenGradients, gather_sum, spread_rows
 from kernels.sort import sort_pairs
 from parallelisms.dispatch.base import Dispatcher, Meanwhile, stand_in
 from parallelisms.dispatch.local import LocalDispatcher
@@ -203,8 +203,8 @@ class AllToAllDispatcher:
     def even_rows(self, choices: int) -> int | None:
         return self.inside.even_rows(choices)
 
-    def combine(self, rows_RD: Tensor, handle: AllToAllHandle) -> Tensor:
-        y_TD = self.inside.combine(rows_RD, handle.inside)
+    def combine(self, rows_RD: Tensor, handle: AllToAllHandle, grads: TokenGradients | None = None) -> Tensor:
+        y_TD = self.inside.combine(rows_RD, handle.inside, grads)
         for trip in reversed(handle.trips):
             y_TD = _Return.apply(y_TD, trip)
         return y_TD

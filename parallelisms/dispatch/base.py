@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from kernels.permute import TokenGradients
 from parallelisms.routing import RoutedTokens, Routing
 
 Meanwhile = Callable[[], None]
@@ -32,5 +33,10 @@ class Dispatcher(Protocol):
         """Rows that this rank's experts get when loads are even, where they have fixed room for more; None where what comes makes
         the room."""
 
-    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
-        """Adds each token's expert outputs in fp32; returns y_TD in the rows' dtype, zero for tokens not routed."""
+    def combine(self, rows_RD: Tensor, handle: Any, grads: TokenGradients | None = None) -> Tensor:
+        """Adds each token's expert outputs in fp32; returns y_TD in the rows' dtype, zero for tokens not routed.
+
+        Args:
+            grads: takes, in backward, the gradients of the tokens that this rank's experts had; allgather and hybridep leave
+                it empty, and give the gradients of rows.
+        """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from kernels.permute import gather_sum, spread_rows
+from kernels.permute import TokenGradients, unpermute
 from kernels.sort import sort_pairs
 from parallelisms.dispatch.base import Meanwhile
 from parallelisms.routing import RoutedTokens, Routing
@@ -65,15 +65,15 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD: Tensor, handle: DeepEPHandle):
-        ctx.handle, ctx.num_rows = handle, len(rows_RD)
-        y_TD, _, _ = handle.buffer.combine(gather_sum(rows_RD, handle.row_NK), handle.passed)
+    def forward(ctx, sums_ND: Tensor, handle: DeepEPHandle):
+        ctx.handle = handle
+        y_TD, _, _ = handle.buffer.combine(sums_ND, handle.passed)
         return y_TD
 
     @staticmethod
     def backward(ctx, grad_TD: Tensor):
         grad_ND, *_ = ctx.handle.buffer.dispatch(grad_TD.contiguous(), handle=ctx.handle.passed)
-        return spread_rows(grad_ND, ctx.handle.row_NK, ctx.num_rows), None
+        return grad_ND, None
 
 
 class DeepEPDispatcher:
@@ -100,5 +100,5 @@ class DeepEPDispatcher:
     def even_rows(self, choices: int) -> None:
         return None
 
-    def combine(self, rows_RD: Tensor, handle: DeepEPHandle) -> Tensor:
-        return _Combine.apply(rows_RD, handle)
+    def combine(self, rows_RD: Tensor, handle: DeepEPHandle, grads: TokenGradients | None = None) -> Tensor:
+        return _Combine.apply(unpermute(rows_RD, handle.row_NK, grads), handle)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from kernels.permute import TokenGradients
 from parallelisms.dispatch.base import Meanwhile
 from parallelisms.routing import RoutedTokens, Routing
 
@@ -95,5 +96,5 @@ class HybridEPDispatcher:
     def even_rows(self, choices: int) -> None:
         return None
 
-    def combine(self, rows_RD: Tensor, handle: HybridEPHandle) -> Tensor:
+    def combine(self, rows_RD: Tensor, handle: HybridEPHandle, grads: TokenGradients | None = None) -> Tensor:
         return _Combine.apply(rows_RD, handle)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels.permute import unpermute
+from kernels.permute import TokenGradients, unpermute
 from parallelisms.dispatch.base import Meanwhile
 from parallelisms.routing import RoutedTokens, Routing
 
@@ -21,5 +21,5 @@ class LocalDispatcher:
     def even_rows(self, choices: int) -> None:
         return None
 
-    def combine(self, rows_RD: Tensor, handle: RoutedTokens) -> Tensor:
-        return unpermute(rows_RD, handle.row_NK)
+    def combine(self, rows_RD: Tensor, handle: RoutedTokens, grads: TokenGradients | None = None) -> Tensor:
+        return unpermute(rows_RD, handle.row_NK, grads)

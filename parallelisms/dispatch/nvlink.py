@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kernels.dispatch import PROGRAMS_OF_SM, push_rows, push_sums, push_tokens
+from kernels.permute import TokenGradients
 from kernels.sort import sort_pairs
 from parallelisms.dispatch.base import Meanwhile, stand_in
 from parallelisms.dispatch.capacity import RowCapacity
@@ -76,10 +77,10 @@ class _Dispatch(torch.autograd.Function):
         ctx.place, ctx.beside = place, beside
         ctx.save_for_backward(experts_TK, slot_N)
         if packed_TW is None:
-            ctx.mark_non_differentiable(key_NK)
-            return tokens_ND, weights_NK, key_NK, None
-        ctx.mark_non_differentiable(key_NK, tokens_ND)
-        return stand_in(x_TD, tokens_ND), weights_NK, key_NK, tokens_ND
+            ctx.mark_non_differentiable(key_NK, slot_N)
+            return tokens_ND, weights_NK, key_NK, None, slot_N
+        ctx.mark_non_differentiable(key_NK, slot_N, tokens_ND)
+        return stand_in(x_TD, tokens_ND), weights_NK, key_NK, tokens_ND, slot_N
 
     @staticmethod
     def backward(ctx, grad_tokens_ND: Tensor, grad_weights_NK: Tensor, *_):
@@ -95,21 +96,31 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD: Tensor, row_NK: Tensor, experts_TK: Tensor, place: _Place):
-        ctx.place, ctx.num_rows = place, len(rows_RD)
-        ctx.save_for_backward(row_NK, experts_TK)
+    def forward(
+        ctx, rows_RD: Tensor, row_NK: Tensor, slot_N: Tensor, experts_TK: Tensor, place: _Place, grads: TokenGradients | None
+    ):
+        ctx.place, ctx.num_rows, ctx.grads = place, len(rows_RD), grads
+        ctx.save_for_backward(row_NK, slot_N, experts_TK)
         y_TD, _ = push_sums(rows_RD, row_NK, None, experts_TK, *place)
         return y_TD
 
     @staticmethod
     def backward(ctx, grad_TD: Tensor):
-        row_NK, experts_TK = ctx.saved_tensors
-        return push_rows(grad_TD, row_NK, experts_TK, ctx.num_rows, *ctx.place), None, None, None
+        row_NK, slot_N, experts_TK = ctx.saved_tensors
+        if ctx.grads is None:
+            grad_RD = push_rows(grad_TD, row_NK, experts_TK, ctx.num_rows, *ctx.place)
+        else:
+            # To its place, as if it were the row of one of its choices.
+            place_NK = torch.nn.functional.pad(slot_N[:, None], (0, row_NK.shape[1] - 1), value=-1)
+            grad_ND = push_rows(grad_TD, place_NK, experts_TK, len(place_NK), *ctx.place)
+            grad_RD = ctx.grads.put(grad_ND, ctx.num_rows)
+        return grad_RD, *[None] * 5
 
 
 class NvlinkHandle(NamedTuple):
     routed: RoutedTokens
     experts_TK: Tensor
+    slot_N: Tensor
 
 
 class NvlinkDispatcher:
@@ -142,7 +153,7 @@ class NvlinkDispatcher:
         experts_TK, num_local = routing.topk_experts_TK, self.place.num_local
         K = experts_TK.shape[1]
         beside = None if meanwhile is None else _Beside(self.beside, meanwhile)
-        tokens_ND, weights_NK, key_NK, packed_NW = _Dispatch.apply(
+        tokens_ND, weights_NK, key_NK, packed_NW, slot_N = _Dispatch.apply(
             x_TD, packed_TW, routing.topk_weights_TK, experts_TK, self.place, beside
         )
         pair_P, row_P, _, offsets_e = sort_pairs(key_NK.flatten(), num_local)
@@ -150,10 +161,10 @@ class NvlinkDispatcher:
         if self.capacity is not None and (rows := self.capacity.rows(self.even_rows(K), most)) < most:
             row_P, offsets_e = self.capacity.cut(row_P, offsets_e, rows)
         routed = RoutedTokens(tokens_ND, weights_NK.flatten(), pair_P[:rows], row_P.view_as(key_NK), offsets_e, packed_NW)
-        return routed, NvlinkHandle(routed, experts_TK)
+        return routed, NvlinkHandle(routed, experts_TK, slot_N)
 
     def even_rows(self, choices: int) -> int:
         return self.slots * choices // self.ep
 
-    def combine(self, rows_RD: Tensor, handle: NvlinkHandle) -> Tensor:
-        return _Combine.apply(rows_RD, handle.routed.row_NK, handle.experts_TK, self.place)
+    def combine(self, rows_RD: Tensor, handle: NvlinkHandle, grads: TokenGradients | None = None) -> Tensor:
+        return _Combine.apply(rows_RD, handle.routed.row_NK, handle.slot_N, handle.experts_TK, self.place, grads)

@@ -211,7 +211,6 @@ MISTAKES = [
     ("output", wrong_row),
     ("input_grad", wrong_row),
     ("weight_grad", wrong_column),
-    ("weight_grad_of_tokens", wrong_column),
 ]
 
 

@@ -5,7 +5,7 @@ import tiny
 import torch
 from torch import Tensor, nn
 
-from kernels.expert_mlp import Products
+from kernels.expert_mlp import Products, TokenRows
 from moe_titan.layers.moe import MoE
 from parallelisms.deferred import Deferred
 from parallelisms.dispatch.base import Meanwhile
@@ -40,8 +40,8 @@ class LoggingProducts(Products):
     def __init__(self, log: list[str]):
         self.log = log
 
-    def weight_grad(self, grad_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
-        self.log.append("w2" if x_RK.shape[1] == 24 else "w13")
+    def weight_grad(self, grad_RN: Tensor, x_RK: Tensor | TokenRows, offsets_E: Tensor) -> Tensor:
+        self.log.append("w13" if isinstance(x_RK, TokenRows) else "w2")
         return super().weight_grad(grad_RN, x_RK, offsets_E)
 
 
