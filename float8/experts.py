@@ -83,7 +83,8 @@ class Float8Products(Products):
 
     def weight_grad(self, grad_RN: Tensor | TokenRows, x_RK: Tensor | TokenRows, offsets_E: Tensor) -> Tensor:
         if self.high_precision_weight_grad:
-            return HIGH_PRECISION.weight_grad(grad_RN, _unpacked_rows(x_RK), offsets_E)
+            grad_RN = as_rows(grad_RN)
+            return HIGH_PRECISION.weight_grad(grad_RN, _unpacked_rows(x_RK, grad_RN.dtype), offsets_E)
         (grad_NW, grad_scale, _), x_columns = (self._columns(operand, offsets_E) for operand in (grad_RN, x_RK))
         return grouped_mm_fp8_weight_grad(grad_NW, grad_scale, *x_columns, self.blockwise)
 
@@ -123,7 +124,7 @@ class EmulatedProducts(Products):
         return grouped_input_grad(self.recipe, grad_RN, w_ENK, offsets_E)
 
     def weight_grad(self, grad_RN: Tensor | TokenRows, x_RK: Tensor | TokenRows, offsets_E: Tensor) -> Tensor:
-        grad_RN, x_RK = as_rows(grad_RN), as_rows(_unpacked_rows(x_RK))
+        grad_RN, x_RK = as_rows(grad_RN), as_rows(_unpacked_rows(x_RK, torch.float32))
         if self.high_precision_weight_grad:
             return HIGH_PRECISION.weight_grad(grad_RN, x_RK.to(grad_RN.dtype), offsets_E)
         return grouped_weight_grad(self.recipe, grad_RN, x_RK, offsets_E)
@@ -133,5 +134,7 @@ def _unpacked(x_ND: Tokens) -> Tensor:
     return unpack_tokens(x_ND) if isinstance(x_ND, PackedTokens) else x_ND
 
 
-def _unpacked_rows(x: Tensor | TokenRows) -> Tensor | TokenRows:
-    return x._replace(x_ND=_unpacked(x.x_ND)) if isinstance(x, TokenRows) else x
+def _unpacked_rows(x: Tensor | TokenRows, dtype: torch.dtype) -> Tensor | TokenRows:
+    """``dtype``: of tokens that were packed."""
+    packed = isinstance(x, TokenRows) and isinstance(x.x_ND, PackedTokens)
+    return x._replace(x_ND=_unpacked(x.x_ND).to(dtype)) if packed else x
