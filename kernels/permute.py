@@ -119,7 +119,7 @@ def _(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
 class TokenGradients:
     """Hands the gradient of sums over each token's rows [T, D] to the backward of what made the rows.
 
-    All rows of a token have the same gradient. Autograd, whose way for it are the rows, gets a tensor without values or memory.
+    All rows of a token have the same gradient. Autograd, whose way for it are the rows, gets zeros without memory in their place.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class TokenGradients:
     def put(self, grad_TD: Tensor, num_rows: int) -> Tensor:
         """Returns what autograd gets."""
         self._grad_TD = grad_TD
-        return grad_TD.new_empty(()).expand(num_rows, grad_TD.shape[1])
+        return grad_TD.new_zeros(()).expand(num_rows, grad_TD.shape[1])
 
     def take(self) -> Tensor | None:
         """None if nothing was put here since it was taken: then autograd has the rows' own gradient."""

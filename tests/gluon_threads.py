@@ -201,10 +201,13 @@ def _store(at: Pointer, x: Any, mask: Any = True) -> None:
         _count(at.x)[chosen] += 1
 
 
-def _atomic(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+def _atomic(change: Callable[[Tensor, Tensor], Tensor], late: float = 0) -> Callable[..., Tensor]:
+    """``late``: seconds after which it happens, for who does not wait for it to be seen."""
+
     def atomic(at: Pointer, x: Tensor | int, mask: Tensor | None = None, *, sem: str, scope: str) -> Tensor | int:
         _not_forever()
         assert scope == "gpu" and sem in ("relaxed", "acquire", "release")
+        time.sleep(late)
         with _changed:
             if mask is None:
                 before = int(at.x[at.offset])
@@ -268,7 +271,8 @@ _LANGUAGE = SimpleNamespace(
     constexpr=None, float8e4nv=torch.float8_e4m3fn, abs=torch.abs, max=lambda x, axis: x.amax(axis),
     div_rn=lambda a, b: torch.tensor(a) / b,  # of a number torch would multiply by the inverse
     load=_load, store=_store, allocate_shared_memory=_allocate, where=_where, minimum=_minimum, maximum=_maximum,
-    atomic_add=_atomic(lambda before, x: before + x), atomic_xchg=_atomic(lambda before, x: x), atomic_max=_atomic(torch.maximum),
+    atomic_add=_atomic(lambda before, x: before + x), atomic_xchg=_atomic(lambda before, x: x),
+    atomic_max=_atomic(torch.maximum, late=1e-2),
     sum=lambda x, axis: int(x.sum()), associative_scan=lambda x, axis, add: x.cumsum(axis), convert_layout=lambda x, layout: x,
     full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype).as_subclass(Block),
     zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),

@@ -53,6 +53,11 @@ class GroupedExperts(nn.Module):
         deferred = Deferred()
         return Held(deferred.hold(local(self.w13)), deferred)
 
+    @property
+    def takes_token_grads(self) -> bool:
+        """Whether backward may get the gradients of tokens in place of those of their rows."""
+        return self.mlp is expert_mlp and self.products.takes_token_grads
+
     def forward(self, routed: RoutedTokens, held: Held | None = None, grads: TokenGradients | None = None) -> Tensor:
         """Outputs [R, D] of the local experts, each times its routing weight; rows past the last offset are unspecified.
 

@@ -64,6 +64,6 @@ class MoE(nn.Module):
         if packing is not None:
             dispatch = partial(dispatch, packed_TW=packing.pack(x_TD))
         routed, handle = dispatch(x_TD, routing, None if held is None else held.deferred.run)
-        grads = TokenGradients() if self.experts.products.takes_token_grads else None
+        grads = TokenGradients() if self.experts.takes_token_grads else None
         y_BSD = self.dispatcher.combine(self.experts(routed, held, grads), handle, grads).view_as(x_BSD)
         return y_BSD if self.shared_experts is None else y_BSD + self.shared_experts(x_BSD)

@@ -61,13 +61,15 @@ def test_columns(monkeypatch, groups, C, blockwise, choices) -> None:
     check(actual, quantize.quantize_columns(x, ends, blockwise, pair_R, choices or 1), blockwise)
 
 
-@pytest.mark.parametrize("ahead", [1, 3, 1000])
-def test_columns_are_turned_when_all_of_their_rows_are_measured(monkeypatch, ahead) -> None:
-    """In portions of less than a group, of some of its columns, and of all."""
+@pytest.mark.parametrize(
+    ("ahead", "groups"), [(1, [129]), (1, [40, 500, 0]), (3, [700, 0, 1300]), (1000, [700, 0, 1300])], ids=str
+)
+def test_columns_are_turned_when_all_of_their_rows_are_measured(monkeypatch, ahead, groups) -> None:
+    """In portions of a piece, of a group, and of all; most of their programs are under way at once."""
     monkeypatch.setattr(quantize_columns_kernels, "AHEAD", gl.constexpr(ahead))
     kernel = quantize_columns_kernels._quantize_columns_kernel.source
-    monkeypatch.setattr(quantize_columns_kernels, "_quantize_columns_kernel", OnThreads(kernel, 3))
-    x, ends = numbers(2000, 150), torch.tensor([700, 700, 2000], dtype=torch.int32)
+    monkeypatch.setattr(quantize_columns_kernels, "_quantize_columns_kernel", OnThreads(kernel, 8))
+    x, ends = numbers(sum(groups), 150), torch.tensor(groups).cumsum(0, dtype=torch.int32)
     check(quantize.launch_columns(x, ends, False, None, 0), quantize.quantize_columns(x, ends, False), False)
 
 

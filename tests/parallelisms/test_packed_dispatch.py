@@ -20,7 +20,9 @@ KINDS = [("alltoall", None), ("nvlink", None), ("alltoall", 2), ("nvlink", 2)]
 NAMES = ("y", "x", "routing weights", "w2", "w13")
 
 
-def layer(dispatcher: Dispatcher, x_TD: Tensor, rank: int, experts: slice, blockwise: bool, packed: bool) -> dict[str, Tensor]:
+def layer(
+    dispatcher: Dispatcher, x_TD: Tensor, rank: int, experts: slice, blockwise: bool, packed: bool, wide_grad: bool = False
+) -> dict[str, Tensor]:
     """Dispatch, the experts' MLP in FP8 and combine: the output, and the gradients; of the last rank no token is routed."""
     generator = torch.Generator().manual_seed(rank)
     experts_TK = torch.rand(T, EXPERTS, generator=generator).argsort(dim=1)[:, :K]
@@ -31,7 +33,7 @@ def layer(dispatcher: Dispatcher, x_TD: Tensor, rank: int, experts: slice, block
     w13, w2 = (torch.randn(EXPERTS, *size, generator=weights).bfloat16() / 8 for size in ((2, F, D), (D, F)))
     leaves = x_TD.clone(), torch.rand(T, K, generator=generator), w2[experts].clone(), w13[experts].clone()
     x_TD, weights_TK, w2, w13 = (leaf.requires_grad_() for leaf in leaves)
-    products = Float8Products(blockwise, high_precision_weight_grad=False)
+    products = Float8Products(blockwise, wide_grad)
     products.packing = Packing(blockwise) if packed else None
     routing = Routing(experts_TK, weights_TK, PairOrder(*sort_pairs(experts_TK.flatten(), EXPERTS)))
     routed, handle = dispatcher.dispatch(x_TD, routing, None, products.packing.pack(x_TD) if packed else None)
@@ -59,6 +61,8 @@ def compare(dispatcher: Dispatcher, rank: int, experts: slice) -> dict[bool, dic
         )
         for name in NAMES[:4]:
             assert torch.equal(packed[name], plain[name]), name
+        wide = [layer(dispatcher, x, rank, experts, blockwise, packs, True) for x, packs in ((x_TD, True), (rounded_TD, False))]
+        assert all(torch.equal(wide[0][name], wide[1][name]) for name in ("w2", "w13"))
         # The weight gradient quantises the tokens the other way, from what has arrived.
         assert 0 < error(packed["w13"], plain["w13"]) < 0.04
         if blockwise:
