@@ -15,6 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.grouped_mm_fp8_kernels import _grouped_mm_blockwise_kernel, _weight_grad_fp8_kernel
 from kernels.grouped_mm_kernels import _grouped_mm_kernel, _weight_grad_kernel
 from kernels.launch import launch
+from kernels.programs import multiprocessors
 from kernels.quantize import BLOCK, E4M3
 
 _ELEMENTS = {E4M3: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.int32: gl.int32}
@@ -72,9 +73,8 @@ def _counter(device: torch.device) -> Tensor:
     return next(_counters(device))
 
 
-@functools.cache
 def _grid(device: torch.device) -> tuple[int]:
-    return (torch.cuda.get_device_properties(device).multi_processor_count,)
+    return (multiprocessors(device),)
 
 
 def launch_grouped_mm(

@@ -14,10 +14,11 @@ TOGETHER = 8  # that are on one at the same time
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; elsewhere 1."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def programs(parts: int, device: torch.device, of_multiprocessor: int = MANY) -> tuple[int]:
     """The grid of a kernel whose programs share the parts, at most so many: each of P takes every P-th, or the next."""
-    return (min(parts, of_multiprocessor * _multiprocessors(device)),)
+    return (min(parts, of_multiprocessor * multiprocessors(device)),)

@@ -21,7 +21,7 @@ def _stash_rows_kernel(x_ptr, num_rows_ptr, block_ptr, first_ptr, C, R, size, BL
 
 def stash_rows_reference(x_RC: Tensor, num_rows: Tensor, block_AC: Tensor, first: Tensor) -> None:
     begin = int(first)
-    count = min(int(num_rows), max(len(block_AC) - begin, 0))
+    count = min(int(num_rows), len(x_RC), max(len(block_AC) - begin, 0))
     block_AC[begin : begin + count] = x_RC[:count]
 
 

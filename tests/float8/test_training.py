@@ -91,8 +91,8 @@ def _train(model, layout, options, parallel) -> dict:
 def test_same_numbers_in_every_layout(pool, case, layout, parallel) -> None:
     """Layouts cut blocks elsewhere, but scales that are powers of two round alike, short of ties and the smallest elements.
 
-    Sums in another order make an element round otherwise on some machines, which every number after it shows: less than wrongly
-    cut blocks would, each of which has the recipe's error of 3e-2.
+    In two cases sums in another order make an element round otherwise on some machines, which the numbers after it show, but few
+    of all. Blocks that are cut elsewhere move most of them: in "tensorwise" experts the median is 5e-2.
     """
     experts = qwen3(64), Float8Options(expert_recipe="rowwise"), ()
     heads = qwen3(128), Float8Options("mxfp8", "mxfp8"), ()
@@ -102,8 +102,9 @@ def test_same_numbers_in_every_layout(pool, case, layout, parallel) -> None:
     model, options, _ = (CASES | others)[case]
     expected = pool.run(1, _train, model, ONE, with_float8(options), {})[0]
     run = pool.run(layout.world, _train, model, layout, with_float8(options), parallel)[0]
-    assert_same_run(run, expected, 5e-2)
-    assert np.median(list(errors_of_run(run, expected).values())) < 5e-3
+    moved = case in ("latents", "heads_cut")
+    assert_same_run(run, expected, 5e-2 if moved else 2e-3)
+    assert np.median(list(errors_of_run(run, expected).values())) < 5e-4
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])

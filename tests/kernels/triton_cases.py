@@ -115,6 +115,7 @@ def stash_cases():
             (7, 24, 7, 3, 9),
             (5, 2050, 5, 0, 5),
             (3, 8, 3, 9, 9),
+            (3, 8, 5, 1, 9),  # more than there are
             (0, 8, 0, 0, 4),
         ):
             x_RC, block_AC = torch.randn(R, C, dtype=dtype), torch.randn(size, C, dtype=dtype)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from rows import expert_weights, some_choices
 from torch import Tensor
 
 from float8.experts import Float8Products
@@ -25,12 +26,8 @@ def layer(
 ) -> dict[str, Tensor]:
     """Dispatch, the experts' MLP in FP8 and combine: the output, and the gradients; of the last rank no token is routed."""
     generator = torch.Generator().manual_seed(rank)
-    experts_TK = torch.rand(T, EXPERTS, generator=generator).argsort(dim=1)[:, :K]
-    experts_TK[::4] = EXPERTS
-    if rank == RANKS - 1:
-        experts_TK[:] = EXPERTS
-    weights = torch.Generator().manual_seed(99)
-    w13, w2 = (torch.randn(EXPERTS, *size, generator=weights).bfloat16() / 8 for size in ((2, F, D), (D, F)))
+    experts_TK = some_choices(T, K, EXPERTS, rank == RANKS - 1, generator)
+    w13, w2 = expert_weights(EXPERTS, D, F)
     leaves = x_TD.clone(), torch.rand(T, K, generator=generator), w2[experts].clone(), w13[experts].clone()
     x_TD, weights_TK, w2, w13 = (leaf.requires_grad_() for leaf in leaves)
     products = Float8Products(blockwise, wide_grad)

@@ -1,14 +1,18 @@
 """Gradients of tokens handed to the experts in place of those of their rows: the same numbers, bit for bit."""
 
+import sys
+
+import fake_deep_ep
 import tiny
 import torch
 import torch.distributed as dist
+from rows import expert_weights, some_choices
 from torch import Tensor
 
 from float8.experts import EmulatedProducts, Float8Products
 from float8.recipes import RECIPES
 from kernels.expert_mlp import HIGH_PRECISION, Products, expert_mlp
-from kernels.permute import TokenGradients
+from kernels.permute import TokenGradients, unpermute
 from kernels.sort import sort_pairs
 from moe_titan.layers.moe import MoE
 from parallelisms.dispatch import Dispatcher, build_dispatcher
@@ -18,7 +22,15 @@ from parallelisms.routing import PairOrder, Routing
 
 T, D, F, K, EXPERTS, RANKS = 9, 128, 128, 3, 8, 4
 # The dispatcher, the ranks of a domain, and whether it hands the gradients over.
-KINDS = [("alltoall", None, True), ("nvlink", None, True), ("alltoall", 2, True), ("nvlink", 2, True), ("allgather", None, False)]
+KINDS = [
+    ("alltoall", None, True),
+    ("nvlink", None, True),
+    ("alltoall", 2, True),
+    ("nvlink", 2, True),
+    ("deepep", None, True),
+    ("allgather", None, False),
+    ("hybridep", None, False),
+]
 PRODUCTS = [
     HIGH_PRECISION,
     *(Float8Products(blockwise, wide_grad) for blockwise in (False, True) for wide_grad in (False, True)),
@@ -43,12 +55,8 @@ def layer(
     """The output and all gradients, those of a second backward too; every fourth token is routed nowhere, and none of the last
     rank's."""
     generator = torch.Generator().manual_seed(rank)
-    experts_TK = torch.rand(T, EXPERTS, generator=generator).argsort(dim=1)[:, :K]
-    experts_TK[::4] = EXPERTS
-    if rank == RANKS - 1:
-        experts_TK[:] = EXPERTS
-    weights = torch.Generator().manual_seed(99)
-    w13, w2 = (torch.randn(EXPERTS, *size, generator=weights).bfloat16() / 8 for size in ((2, F, D), (D, F)))
+    experts_TK = some_choices(T, K, EXPERTS, rank == RANKS - 1, generator)
+    w13, w2 = expert_weights(EXPERTS, D, F)
     x_TD, weights_TK = torch.randn(T, D, generator=generator).bfloat16(), torch.rand(T, K, generator=generator)
     leaves = [leaf.requires_grad_() for leaf in (x_TD, weights_TK, w13[experts].clone(), w2[experts].clone())]
     routing = Routing(experts_TK, leaves[1], PairOrder(*sort_pairs(experts_TK.flatten(), EXPERTS)))
@@ -74,6 +82,7 @@ def compare(dispatcher: Dispatcher, rank: int, experts: slice, hands_over: bool)
 
 
 def _compare(kinds: list) -> None:
+    sys.modules["deep_ep"] = fake_deep_ep
     rank, num_local, mesh = dist.get_rank(), EXPERTS // RANKS, FoldedMesh(Layout(dp_shard=RANKS, ep=RANKS), "cpu")
     for kind, domain, hands_over in kinds:
         domains = None if domain is None else mesh.dispatch_domains(domain)
@@ -94,16 +103,8 @@ def test_autograd_has_no_copy_for_every_row() -> None:
     rows_RD = torch.randn(6, 4, requires_grad=True)
     rows_RD.register_hook(lambda grad: seen.append(grad.untyped_storage().nbytes()))
     grads = TokenGradients()
-    LocalDispatcher().combine(rows_RD, _handle(torch.tensor([[0, 3], [5, -1]])), grads).sum().backward()
+    unpermute(rows_RD, torch.tensor([[0, 3], [5, -1]]), grads).sum().backward()
     assert seen == [4] and torch.equal(grads.take(), torch.ones(2, 4)) and grads.take() is None
-
-
-def _handle(row_NK: Tensor):
-    class Handle:
-        pass
-
-    Handle.row_NK = row_NK
-    return Handle
 
 
 def test_layers_in_fp8_hand_them_over(monkeypatch) -> None:
