@@ -28,6 +28,7 @@ from float8.convert import Float8Options, expert_products
 from kernels.expert_mlp import HIGH_PRECISION, Products
 from kernels.grouped_mm_fp8 import grouped_mm_fp8, grouped_mm_fp8_weight_grad
 from kernels.quantize import quantize_columns, quantize_rows, quantize_weights
+from kernels.turn_rows import turn_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 E4M3 = torch.float8_e4m3fn
@@ -53,6 +54,12 @@ def operands(N: int, K: int, groups_E: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     return make(R, K), make(R, N), make(len(groups_E), N, K), groups_E.cumsum(0, dtype=torch.int32)
 
 
+def of_weight_grad(rows: Tensor, ends_E: Tensor, blockwise: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if blockwise:
+        return quantize_columns(rows, ends_E, True)
+    return turn_rows(*quantize_rows(rows, ends_E[-1:], False), ends_E)
+
+
 def given(x_RK: Tensor, grad_RN: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Runs:
     """Our products with operands in their format."""
     runs: Runs = {
@@ -65,8 +72,8 @@ def given(x_RK: Tensor, grad_RN: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Runs:
         for name, rows, transposed in (("output", x_RK, False), ("input grad", grad_RN, True)):
             pair = *quantize_rows(rows, ends_E[-1:], blockwise), *quantize_weights(w_ENK, blockwise, transposed)
             runs[f"{name}/{recipe}"] = partial(grouped_mm_fp8, *pair, ends_E, blockwise)
-        columns = *quantize_columns(grad_RN, ends_E, blockwise)[:2], *quantize_columns(x_RK, ends_E, blockwise)
-        runs[f"weight grad/{recipe}"] = partial(grouped_mm_fp8_weight_grad, *columns, blockwise)
+        (grad_NW, grad_scale, _), columns = (of_weight_grad(rows, ends_E, blockwise) for rows in (grad_RN, x_RK))
+        runs[f"weight grad/{recipe}"] = partial(grouped_mm_fp8_weight_grad, grad_NW, grad_scale, *columns, blockwise)
     return runs
 
 

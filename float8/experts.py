@@ -11,17 +11,26 @@ from float8.grouped_emulation import grouped_input_grad, grouped_output, grouped
 from float8.recipes import Recipe
 from kernels.expert_mlp import HIGH_PRECISION, Kept, Operand, Products, TokenRows, Tokens, as_rows
 from kernels.grouped_mm_fp8 import grouped_mm_fp8, grouped_mm_fp8_weight_grad
-from kernels.packed_tokens import PackedTokens, pack_tokens, quantize_packed_columns, spread_packed, unpack_tokens
+from kernels.packed_tokens import (
+    PackedTokens,
+    elements_and_scales,
+    pack_tokens,
+    quantize_packed_columns,
+    spread_packed,
+    unpack_tokens,
+)
 from kernels.quantize import quantize_columns, quantize_rows, quantize_weights, spread_rows_fp8
-from kernels.swiglu_fp8 import weighted_swiglu_fp8, weighted_swiglu_fp8_backward
+from kernels.swiglu_fp8 import weighted_swiglu_fp8, weighted_swiglu_fp8_backward, weighted_swiglu_rowwise_backward
+from kernels.turn_rows import turn_rows
 
 
 class Float8Products(Products):
     """Products of the recipes "rowwise" and "blockwise" in FP8, for tokens and weights in bf16.
 
     An operand is its elements and its scales; what is given in bf16 is quantised first. A weight is quantised where it is used,
-    in the direction of that use, and kept only while :meth:`keeping_weights`. ``packs_kept``: backward gets the pre-activations
-    as the recipe quantises rows.
+    in the direction of that use, and kept only while :meth:`keeping_weights`. Rows with a scale each are quantised once for all
+    products, and turned for a weight gradient; others once more in the other direction. ``packs_kept``: backward gets the
+    pre-activations as the recipe quantises rows.
     """
 
     takes_token_grads = True
@@ -30,6 +39,7 @@ class Float8Products(Products):
         self.blockwise = blockwise
         self.high_precision_weight_grad = high_precision_weight_grad
         self.packs_kept = packs_kept
+        self._turns_rows = not blockwise and not high_precision_weight_grad
         self._kept: dict[tuple[torch.Size, bool], tuple[Tensor, Tensor]] | None = None
 
     @contextmanager
@@ -40,6 +50,11 @@ class Float8Products(Products):
             yield
         finally:
             self._kept = None
+
+    def tokens(self, x_ND: Tokens) -> Tokens:
+        if not self._turns_rows or isinstance(x_ND, PackedTokens):
+            return x_ND
+        return PackedTokens(pack_tokens(x_ND, False), x_ND.shape[1], False)
 
     def rows(self, x_ND: Tokens, row_NK: Tensor, num_rows: int) -> Operand:
         if isinstance(x_ND, PackedTokens):
@@ -54,11 +69,22 @@ class Float8Products(Products):
 
     def swiglu_backward(
         self, grad_RF: Tensor, kept: Kept, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
-    ) -> tuple[Operand, Tensor, Tensor, Tensor]:
+    ) -> tuple[Operand, Operand, Tensor, Operand]:
+        arguments = grad_RF, kept.gate_up, weights_P, pair_R, num_rows
+        if self._turns_rows:
+            *grad_gate_up, grad_weights_P, act_RF, scale = weighted_swiglu_rowwise_backward(*arguments, kept.first)
+            return grad_gate_up, grad_gate_up, grad_weights_P, (act_RF, scale)
         grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF = weighted_swiglu_fp8_backward(
-            grad_RF, kept.gate_up, weights_P, pair_R, num_rows, self.blockwise, kept.first
+            *arguments, self.blockwise, kept.first
         )
         return (elements, scale), grad_gate_up_R2F.flatten(1, 2), grad_weights_P, act_RF
+
+    def output_grad(self, grad: Tensor | TokenRows, num_rows: Tensor) -> tuple[Operand, Operand]:
+        if self._turns_rows and isinstance(grad, Tensor):
+            grad = quantize_rows(grad, num_rows, False)
+            return grad, grad
+        operand, grad = super().output_grad(grad, num_rows)
+        return operand, operand if self._turns_rows else grad
 
     def output(self, x_RK: Operand, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
         return self._product(x_RK, w_ENK, offsets_E, transposed=False)
@@ -81,20 +107,29 @@ class Float8Products(Products):
             self._kept[key] = quantize_weights(w_ENK, self.blockwise, transposed)
         return self._kept[key]
 
-    def weight_grad(self, grad_RN: Tensor | TokenRows, x_RK: Tensor | TokenRows, offsets_E: Tensor) -> Tensor:
+    def weight_grad(self, grad_RN: Operand | TokenRows, x_RK: Operand | TokenRows, offsets_E: Tensor) -> Tensor:
         if self.high_precision_weight_grad:
             grad_RN = as_rows(grad_RN)
             return HIGH_PRECISION.weight_grad(grad_RN, _unpacked_rows(x_RK, grad_RN.dtype), offsets_E)
-        (grad_NW, grad_scale, _), x_columns = (self._columns(operand, offsets_E) for operand in (grad_RN, x_RK))
+        columns = self._turned if self._turns_rows else self._columns
+        (grad_NW, grad_scale, _), x_columns = (columns(operand, offsets_E) for operand in (grad_RN, x_RK))
         return grouped_mm_fp8_weight_grad(grad_NW, grad_scale, *x_columns, self.blockwise)
+
+    def _turned(self, x: Operand | TokenRows, offsets_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if isinstance(x, Tensor):
+            x = quantize_rows(x, offsets_E[-1:], False)
+        if not isinstance(x, TokenRows):
+            return turn_rows(*x, offsets_E)
+        x_ND, pair_R, row_NK = x
+        return turn_rows(*elements_and_scales(x_ND), offsets_E, pair_R, row_NK.shape[1])
 
     def _columns(self, x_RC: Tensor | TokenRows, offsets_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if isinstance(x_RC, Tensor):
-            return quantize_columns(x_RC, offsets_E, self.blockwise)
+            return quantize_columns(x_RC, offsets_E, True)
         x_ND, pair_R, row_NK = x_RC
         if isinstance(x_ND, PackedTokens):
-            return quantize_packed_columns(x_ND.words_NW, x_ND.D, offsets_E, self.blockwise, pair_R, row_NK.shape[1])
-        return quantize_columns(x_ND, offsets_E, self.blockwise, pair_R, row_NK.shape[1])
+            return quantize_packed_columns(x_ND.words_NW, x_ND.D, offsets_E, True, pair_R, row_NK.shape[1])
+        return quantize_columns(x_ND, offsets_E, True, pair_R, row_NK.shape[1])
 
 
 class EmulatedProducts(Products):
@@ -123,7 +158,7 @@ class EmulatedProducts(Products):
     def input_grad(self, grad_RN: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
         return grouped_input_grad(self.recipe, grad_RN, w_ENK, offsets_E)
 
-    def weight_grad(self, grad_RN: Tensor | TokenRows, x_RK: Tensor | TokenRows, offsets_E: Tensor) -> Tensor:
+    def weight_grad(self, grad_RN: Operand | TokenRows, x_RK: Operand | TokenRows, offsets_E: Tensor) -> Tensor:
         grad_RN, x_RK = as_rows(grad_RN), as_rows(_unpacked_rows(x_RK, torch.float32))
         if self.high_precision_weight_grad:
             return HIGH_PRECISION.weight_grad(grad_RN, x_RK.to(grad_RN.dtype), offsets_E)

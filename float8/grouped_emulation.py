@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from float8.aligned_groups import AlignedGroups
-from float8.recipes import Groups, Quantizer, Recipe, rotate_rows
+from float8.recipes import TURNED_ROWS, Groups, Quantizer, Recipe, rotate_rows, turned_rows
 
 
 def grouped_output(recipe: Recipe, x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
@@ -23,11 +23,14 @@ def grouped_input_grad(recipe: Recipe, grad_RN: Tensor, w_ENK: Tensor, offsets_E
 
 def grouped_weight_grad(recipe: Recipe, grad_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
     """``grad^T @ x`` over the rows of each group [E, N, K] in grad's dtype; zeros for an empty group."""
-    layout = AlignedGroups.of(offsets_E, recipe.input.rows_of_block(0) or 1)
+    layout = AlignedGroups.of(offsets_E, TURNED_ROWS if recipe.turns_rows else recipe.input.rows_of_block(0) or 1)
     grad_WN, x_WK = layout.place(grad_RN), layout.place(x_RK)
     if recipe.hadamard:
         grad_WN, x_WK = rotate_rows(grad_WN), rotate_rows(x_WK)
-    grad_WN, x_WK = recipe.grad.simulate(grad_WN, 0, _groups(layout)), recipe.input.simulate(x_WK, 0, _groups(layout))
+    if not recipe.turns_rows:
+        grad_WN, x_WK = recipe.grad.simulate(grad_WN, 0, _groups(layout)), recipe.input.simulate(x_WK, 0, _groups(layout))
+    elif len(x_WK):
+        grad_WN, x_WK = turned_rows(recipe.grad, grad_WN), turned_rows(recipe.input, x_WK)
     grad_ENK = x_WK.new_zeros(len(offsets_E), grad_WN.shape[1], x_WK.shape[1])
     for expert, rows in layout:
         torch.mm(grad_WN[rows].t(), x_WK[rows], out=grad_ENK[expert])

@@ -4,7 +4,7 @@ A quantised operand is a tensor of small floating-point elements and one scale f
 that the product sums over. The recipes are those of Megatron-Core and torchao: ``tensorwise`` (E4M3, gradients E5M2), ``rowwise``
 (power-of-two scales), ``blockwise`` (arXiv 2412.19437), ``mxfp8`` (OCP Microscaling, scales rounded up so that nothing saturates)
 and ``nvfp4`` (arXiv 2509.25149: two levels of scales, square weight blocks, stochastically rounded gradients, and operands of the
-weight gradient rotated by a Hadamard matrix).
+weight gradient rotated by a Hadamard matrix). Rows of experts with power-of-two scales are quantised once for all three products.
 """
 
 from dataclasses import dataclass
@@ -113,13 +113,17 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Recipe:
-    """``tile`` divides both sizes of a weight that kernels can multiply. ``hadamard``: rotate the weight gradient's operands."""
+    """``tile`` divides both sizes of a weight that kernels can multiply.
+
+    ``hadamard``: rotate the weight gradient's operands. ``turns_rows``: experts' weight gradients are of :func:`turned_rows`.
+    """
 
     input: Quantizer
     weight: Quantizer
     grad: Quantizer
     tile: int
     hadamard: bool = False
+    turns_rows: bool = False
 
 
 _TENSORWISE = Quantizer("e4m3", (None, None), "fp32")
@@ -130,7 +134,7 @@ _NVFP4 = Quantizer("e2m1", (1, 16), "e4m3")
 
 RECIPES: dict[str, Recipe] = {
     "tensorwise": Recipe(_TENSORWISE, _TENSORWISE, Quantizer("e5m2", (None, None), "fp32"), tile=16),
-    "rowwise": Recipe(_ROWWISE, _ROWWISE, _ROWWISE, tile=16),
+    "rowwise": Recipe(_ROWWISE, _ROWWISE, _ROWWISE, tile=16, turns_rows=True),
     "blockwise": Recipe(_BLOCKWISE, Quantizer("e4m3", (128, 128), "fp32"), _BLOCKWISE, tile=128),
     "mxfp8": Recipe(_MXFP8, _MXFP8, _MXFP8, tile=32),
     "nvfp4": Recipe(
@@ -141,6 +145,21 @@ RECIPES: dict[str, Recipe] = {
         hadamard=True,
     ),
 }
+
+
+TURNED_ROWS = 128
+
+
+def turned_rows(quantizer: Quantizer, x_RK: Tensor) -> Tensor:
+    """Rows quantised for a product over dimension 1 as a product over the rows sees them, in fp32 (fp64 for fp64).
+
+    The elements of each 128 rows, whose number R is a multiple of, become those of the largest of their scales; all of these are
+    powers of two, so that only what is less than the format's smallest number is rounded once more.
+    """
+    elements_RK, scale_R1 = quantizer.quantize(x_RK, 1)
+    wide = torch.promote_types(x_RK.dtype, torch.float32)
+    largest_R1 = scale_R1.unflatten(0, (-1, TURNED_ROWS)).amax(1).repeat_interleave(TURNED_ROWS, 0)
+    return (elements_RK.to(wide) * (scale_R1 / largest_R1)).to(elements_RK.dtype).to(wide) * largest_R1
 
 
 def rotate_rows(x_RK: Tensor) -> Tensor:

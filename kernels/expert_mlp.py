@@ -34,12 +34,15 @@ class Products:
     """The three grouped products of a weight w_ENK and what makes their operands, of which low-precision recipes have their own.
 
     An operand is a tensor, or what a recipe's own methods return in place of one. ``packing``: how tokens travel to the experts,
-    None for as they are; only with it come packed ones. ``takes_token_grads``: backward may get the gradients of tokens in place
-    of those of their rows.
+    None for as they are. ``takes_token_grads``: backward may get the gradients of tokens in place of those of their rows.
     """
 
     packing: Packing | None = None
     takes_token_grads = False
+
+    def tokens(self, x_ND: Tokens) -> Tokens:
+        """What :meth:`rows` and backward have of tokens, which are packed if they travelled so."""
+        return x_ND
 
     def rows(self, x_ND: Tokens, row_NK: Tensor, num_rows: int) -> Operand:
         """Tokens spread to their rows, for :meth:`output`."""
@@ -55,14 +58,20 @@ class Products:
 
     def swiglu_backward(
         self, grad_RF: Tensor, kept: Kept, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor
-    ) -> tuple[Operand, Tensor, Tensor, Tensor]:
-        """Gradient of the pre-activations [R, 2 F] for :meth:`input_grad` and again for the weight gradient, gradient of the
-        routing weights [P], activation [R, F]."""
+    ) -> tuple[Operand, Operand, Tensor, Operand]:
+        """Gradient of the pre-activations [R, 2 F] for :meth:`input_grad` and again for :meth:`weight_grad`, gradient of the
+        routing weights [P], activation [R, F] for :meth:`weight_grad`."""
         grad_gate_up_R2F, grad_weights_P, act_RF = weighted_swiglu_backward(
             grad_RF, kept.gate_up, weights_P, pair_R, num_rows, kept.first
         )
         grad_gate_up = grad_gate_up_R2F.flatten(1, 2)
         return grad_gate_up, grad_gate_up, grad_weights_P, act_RF
+
+    def output_grad(self, grad: Tensor | TokenRows, num_rows: Tensor) -> tuple[Operand, Operand]:
+        """Gradient of the output [R, D] for :meth:`input_grad` and again for :meth:`weight_grad`."""
+        if isinstance(grad, Tensor):
+            return grad, grad
+        return self.rows(grad.x_ND, grad.row_NK, len(grad.pair_R)), grad
 
     def output(self, x_RK: Operand, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
         """``x @ w[e]^T`` [R, N]."""
@@ -72,7 +81,7 @@ class Products:
         """``grad @ w[e]`` [R, K]."""
         return grouped_mm(grad_RN, w_ENK, offsets_E)
 
-    def weight_grad(self, grad_RN: Tensor | TokenRows, x_RK: Tensor | TokenRows, offsets_E: Tensor) -> Tensor:
+    def weight_grad(self, grad_RN: Operand | TokenRows, x_RK: Operand | TokenRows, offsets_E: Tensor) -> Tensor:
         """``grad^T @ x`` over the rows of e [E, N, K], zero for an empty group."""
         return grouped_mm_weight_grad(as_rows(grad_RN), as_rows(x_RK), offsets_E)
 
@@ -105,17 +114,16 @@ def _up(rows_RD: Operand, w13_E2FD: Tensor, offsets_E: Tensor, products: Product
     return products.output(rows_RD, w13_E2FD.flatten(1, 2), offsets_E).view(-1, *w13_E2FD.shape[1:3])
 
 
-def _tokens(x_ND: Tensor, packed_NW: Tensor | None, products: Products) -> Tokens:
-    return x_ND if packed_NW is None else products.packing.received(packed_NW, x_ND.shape[1])
-
-
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products, put_off, stash, grads
     ):
         ctx.products, ctx.put_off, ctx.grads = products, put_off, grads
-        tokens = _tokens(x_ND, packed_NW, products)
+        tokens = products.tokens(x_ND if packed_NW is None else products.packing.received(packed_NW, x_ND.shape[1]))
+        ctx.tokens, words_NW = None, None
+        if isinstance(tokens, PackedTokens):
+            x_ND, words_NW, ctx.tokens = None, tokens.words_NW, tokens._replace(words_NW=None)
         gate_up_R2F = _up(products.rows(tokens, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
         act_RF = products.swiglu(gate_up_R2F, weights_P, pair_R, offsets_E[-1:])
         kept = None if recompute else products.keep(gate_up_R2F, offsets_E[-1:])
@@ -123,18 +131,16 @@ class _ExpertMLP(torch.autograd.Function):
         # Not a saved tensor, since other layers write to the same one.
         ctx.stashed = None if kept is None or stash is None else stash(kept, offsets_E[-1:])
         kept = None if ctx.stashed is not None else kept
-        ctx.save_for_backward(x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept)
+        ctx.save_for_backward(x_ND, words_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept)
         return products.output(act_RF, w2_EDF, offsets_E)
 
     @staticmethod
     def backward(ctx, grad_RD):
-        x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, gate_up = ctx.saved_tensors
+        x_ND, words_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, gate_up = ctx.saved_tensors
         products, grad_ND = ctx.products, None if ctx.grads is None else ctx.grads.take()
-        if grad_ND is None:
-            grad = operand = grad_RD.contiguous()
-        else:
-            grad, operand = TokenRows(grad_ND, pair_R, row_NK), products.rows(grad_ND, row_NK, len(pair_R))
-        tokens = _tokens(x_ND, packed_NW, products)
+        grad = grad_RD.contiguous() if grad_ND is None else TokenRows(grad_ND, pair_R, row_NK)
+        operand, grad = products.output_grad(grad, offsets_E[-1:])
+        tokens = x_ND if ctx.tokens is None else ctx.tokens._replace(words_NW=words_NW)
         if ctx.stashed is None and gate_up is None:
             gate_up = _up(products.rows(tokens, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
         kept = ctx.stashed or Kept(gate_up)
@@ -142,12 +148,12 @@ class _ExpertMLP(torch.autograd.Function):
         # Here is a step's peak of memory: what has been used must not wait for the end.
         grad_act_RF = products.input_grad(operand, w2_EDF, offsets_E)
         del operand
-        grad_operand, grad_gate_up, grad_weights_P, act_RF = products.swiglu_backward(
+        grad_operand, grad_gate_up, grad_weights_P, act = products.swiglu_backward(
             grad_act_RF, kept, weights_P, pair_R, offsets_E[-1:]
         )
         del grad_act_RF, kept
-        grad_w2_EDF = products.weight_grad(grad, act_RF, offsets_E)
-        del act_RF, grad, grad_ND
+        grad_w2_EDF = products.weight_grad(grad, act, offsets_E)
+        del act, grad, grad_ND
         grad_x_ND = gather_sum(products.input_grad(grad_operand, w13_E2FD.flatten(1, 2), offsets_E), row_NK)
         del grad_operand
 

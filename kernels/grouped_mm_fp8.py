@@ -1,14 +1,13 @@
 """Grouped matrix products of FP8 operands, as :mod:`kernels.grouped_mm` of bf16: ragged groups, offsets on the device.
 
-Operands are those of :mod:`kernels.quantize`. Where a scale belongs to all that is summed over, tensor cores keep the sums over a
-dimension of the model; with scales of 128 numbers each, or over rows, products of 128 numbers are added up in fp32. Kernels are
-our own on Hopper; elsewhere ``torch._scaled_grouped_mm`` multiplies operands with a scale a row.
+Operands are those of :mod:`kernels.quantize` and :mod:`kernels.turn_rows`. Where a scale belongs to all that is summed over,
+tensor cores keep the sums over a dimension of the model; with scales of 128 numbers each, or over rows, products of 128 numbers
+are added up in fp32. The kernels are for Hopper.
 """
 
 import torch
 from torch import Tensor
 
-from kernels.grouped_mm import runs_our_kernels
 from kernels.op import op
 from kernels.quantize import BLOCK
 
@@ -37,8 +36,7 @@ def grouped_mm_fp8_weight_grad_reference(
     start = 0
     for e, end in enumerate(ends_E.tolist()):
         grad, a = (
-            x[:, start:end].float()
-            * (scale[start // BLOCK : end // BLOCK].t().repeat_interleave(BLOCK, 1) if blockwise else scale[e][:, None])
+            x[:, start:end].float() * scale[start // BLOCK : end // BLOCK].t().repeat_interleave(BLOCK, -1)
             for x, scale in ((grad_NW, grad_scale), (a_KW, a_scale))
         )
         out_ENK[e] = grad @ a.t()
@@ -50,16 +48,11 @@ def grouped_mm_fp8_weight_grad_reference(
 def _grouped_mm_fp8(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_scale: Tensor, offsets_E: Tensor, blockwise: bool) -> Tensor:
     if not a_RK.is_cuda:
         return grouped_mm_fp8_reference(a_RK, a_scale, b_ENK, b_scale, offsets_E, blockwise)
-    b_EKN = b_ENK.transpose(1, 2)
-    if not blockwise and not runs_our_kernels(a_RK.device):
-        return torch._scaled_grouped_mm(
-            a_RK, b_EKN, a_scale, b_scale, offs=offsets_E, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
     from kernels.grouped_mm_launch import launch_grouped_mm, launch_grouped_mm_blockwise
 
     if blockwise:
         return launch_grouped_mm_blockwise(a_RK, a_scale, b_ENK, b_scale, offsets_E)
-    return launch_grouped_mm(a_RK, b_EKN, offsets_E, a_scale, b_scale)
+    return launch_grouped_mm(a_RK, b_ENK.transpose(1, 2), offsets_E, a_scale, b_scale)
 
 
 @torch.library.register_fake(_grouped_mm_fp8)
@@ -74,11 +67,6 @@ def _grouped_mm_fp8_weight_grad(
     operands = grad_NW, grad_scale, a_KW, a_scale, ends_E
     if not a_KW.is_cuda:
         return grouped_mm_fp8_weight_grad_reference(*operands, blockwise)
-    if not blockwise and not runs_our_kernels(a_KW.device):
-        return torch._scaled_grouped_mm(
-            grad_NW, a_KW.t(), grad_scale.flatten(), a_scale.flatten(),
-            offs=ends_E, out_dtype=torch.bfloat16, use_fast_accum=False,
-        )  # fmt: skip
     from kernels.grouped_mm_launch import launch_weight_grad_fp8
 
     return launch_weight_grad_fp8(*operands, blockwise)
@@ -110,8 +98,8 @@ def grouped_mm_fp8_weight_grad(
     """``out[e] = grad[:, columns of e] @ a[:, columns of e]^T``, [E, N, K] bf16.
 
     Args:
-        grad_NW: [N, W] E4M3 with scales [E, N], blockwise [W / 128, N], as of :func:`kernels.quantize.quantize_columns`;
-            blockwise N and K are multiples of 128.
+        grad_NW: [N, W] E4M3 with scales [W / 128], as of :func:`kernels.turn_rows.turn_rows`, blockwise [W / 128, N], as of
+            :func:`kernels.quantize.quantize_columns`; N and K are multiples of 16, blockwise of 128.
         a_KW: [K, W], the same of the other operand.
         ends_E: [E] int32, the end of each group in W.
     """

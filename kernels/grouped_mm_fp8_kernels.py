@@ -1,4 +1,4 @@
-"""The blockwise kernels of :mod:`kernels.grouped_mm_fp8`, and its weight gradient's with a scale a row, in Gluon, for Hopper.
+"""The blockwise kernels of :mod:`kernels.grouped_mm_fp8`, and both of its weight gradient, in Gluon, for Hopper.
 
 See :mod:`kernels.ring_kernels`. The consumers share 128 rows of the left operand; each has 128 columns of its own, and while it
 scales a product and adds it up, the tensor cores are the other's. A consumer multiplies 64 rows at a time, because two such sums
@@ -198,7 +198,15 @@ def _load_columns(ring, scales, operands, counter_ptr, ends_ptr, E, N, K, BLOCKW
 
 
 @gluon.jit
-def _multiply_columns(ring, scales, out, E, N, K, consumer, BLOCKWISE: gl.constexpr):
+def _scale_of_step(scales, first, step, steps):
+    """What the product of a step's 128 rows is multiplied by."""
+    grad_scale_ptr, a_scale_ptr = scales
+    at = first + gl.minimum(step, steps - 1)
+    return gl.load(grad_scale_ptr + at) * gl.load(a_scale_ptr + at)
+
+
+@gluon.jit
+def _multiply_columns(ring, scales, out, ends_ptr, E, N, K, consumer, BLOCKWISE: gl.constexpr):
     grad_ring, a_ring, full, empty, _ = ring
     grad_scales, a_scales = scales
     stage, phase = 0, 0
@@ -207,7 +215,10 @@ def _multiply_columns(ring, scales, out, E, N, K, consumer, BLOCKWISE: gl.conste
         upper_NK = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
         lower_NK = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
         product_NK = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
-        for _step in range(steps):
+        if not BLOCKWISE:
+            first = gl.load(ends_ptr + e - 1, mask=e > 0, other=0) // BLOCK
+            scale = _scale_of_step(scales, first, 0, steps)
+        for step in range(steps):
             mbarrier.wait(full.index(stage), phase)
             at = stage * CONSUMERS + consumer
             grad, a = grad_ring.index(stage), a_ring.index(at)
@@ -221,18 +232,14 @@ def _multiply_columns(ring, scales, out, E, N, K, consumer, BLOCKWISE: gl.conste
                 lower_NK += product_NK * lower_scale * a_scale.load(PRODUCT)
             else:
                 product_NK = _multiply(grad.slice(0, HALF), a, product_NK)
-                upper_NK += product_NK
+                upper_NK += product_NK * scale
                 product_NK = _multiply(grad.slice(HALF, HALF), a, product_NK)
-                lower_NK += product_NK
+                lower_NK += product_NK * scale
+                scale = _scale_of_step(scales, first, step + 1, steps)  # ahead of where it is needed
             mbarrier.arrive(empty.index(stage))
             stage, phase = next_stage(stage, phase)
         block, column = halves_of(numbers)
         n, k = block * BLOCK, (column + consumer) * BLOCK
-        if not BLOCKWISE:
-            n_N, k_K = n + gl.arange(0, HALF, gl.SliceLayout(1, PRODUCT)), k + gl.arange(0, BLOCK, gl.SliceLayout(0, PRODUCT))
-            a_scale_K = gl.load(a_scales + e * K + k_K, mask=k_K < K, other=0.0)
-            upper_NK *= gl.load(grad_scales + e * N + n_N, mask=n_N < N, other=0.0)[:, None] * a_scale_K[None, :]
-            lower_NK *= gl.load(grad_scales + e * N + n_N + HALF, mask=n_N + HALF < N, other=0.0)[:, None] * a_scale_K[None, :]
         _store_rows(out, consumer, upper_NK, e * N + n, e * N + N, k, K)
         _store_rows(out, consumer, lower_NK, e * N + n + HALF, e * N + N, k, K)
         e, steps, numbers = take_over(ring, stage, phase)
@@ -245,8 +252,8 @@ def _weight_grad_fp8_kernel(
 ):
     """out[e] = grad[:, columns of e] @ a[:, columns of e]^T, [N, K].
 
-    Blockwise, 128 numbers of a row of either have a scale, given by a descriptor; else all of a row's numbers in a group. Either
-    way products of 128 columns are added up in fp32. Groups end at multiples of 128 and are not empty.
+    Blockwise, 128 numbers of a row of either have a scale, given by a descriptor; else 128 columns have one. Either way products
+    of 128 columns are added up in fp32. Groups end at multiples of 128 and are not empty.
     """
     ring = make_ring(grad_desc, a_desc, 1)
     room = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS if BLOCKWISE else 2 * CONSUMERS, HALF, HALF], out_desc.layout)
@@ -259,8 +266,8 @@ def _weight_grad_fp8_kernel(
     operands, out = (grad_desc, a_desc, grad_scale, a_scale), (room, out_desc, out_ptr)
     gl.warp_specialize(
         [
-            (_multiply_columns, (ring, scales, out, E, N, K, 0, BLOCKWISE)),
-            (_multiply_columns, (ring, scales, out, E, N, K, 1, BLOCKWISE)),
+            (_multiply_columns, (ring, scales, out, ends_ptr, E, N, K, 0, BLOCKWISE)),
+            (_multiply_columns, (ring, scales, out, ends_ptr, E, N, K, 1, BLOCKWISE)),
             (_load_columns, (ring, scales, operands, counter_ptr, ends_ptr, E, N, K, BLOCKWISE)),
         ],
         [4, 1],

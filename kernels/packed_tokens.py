@@ -64,6 +64,13 @@ def pack_tokens_reference(x_TD: Tensor, blockwise: bool) -> Tensor:
     return torch.nn.functional.pad(torch.cat(words, dim=1), (0, words_of_token(D, blockwise) - D // 4 - scale_TS.shape[1]))
 
 
+def elements_and_scales(tokens: PackedTokens) -> tuple[Tensor, Tensor]:
+    """Where they lie: [N, D] E4M3 and [N] fp32, blockwise [N, D / 128]."""
+    words_NW, D, blockwise = tokens
+    scale = words_NW.view(torch.float32)[:, D // 4 : D // 4 + scales_of_token(D, blockwise)]
+    return words_NW.view(E4M3)[:, :D], scale if blockwise else scale[:, 0]
+
+
 def unpack_tokens(tokens: PackedTokens) -> Tensor:
     """[N, D] in fp32: elements times scales."""
     words_NW, D, blockwise = tokens

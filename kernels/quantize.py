@@ -51,7 +51,7 @@ def quantize_columns_reference(x_RC: Tensor, offsets_E: Tensor, blockwise: bool)
     elements_CW = torch.cat([elements.view(torch.uint8) for elements, _ in quantized], dim=1)
     scale = torch.cat([scale.t() for _, scale in quantized])
     ends = torch.tensor([len(group) for group in groups], dtype=torch.int32, device=x_RC.device).cumsum(0, dtype=torch.int32)
-    unused = _columns_width(len(x_RC), len(offsets_E)) - elements_CW.shape[1]
+    unused = columns_width(len(x_RC), len(offsets_E)) - elements_CW.shape[1]
     scale = torch.nn.functional.pad(scale, (0, 0, 0, unused // BLOCK if blockwise else 0))
     return torch.nn.functional.pad(elements_CW, (0, unused)).view(E4M3), scale, ends
 
@@ -71,14 +71,14 @@ def empty_rows(x: Tensor, R: int, D: int, blockwise: bool) -> tuple[Tensor, Tens
     return x.new_empty(R, D, dtype=E4M3), x.new_empty(scale_shape, dtype=torch.float32)
 
 
-def _columns_width(R: int, E: int) -> int:
+def columns_width(R: int, E: int) -> int:
     """Room for R rows in groups that begin at multiples of a block and have one at least."""
     return (triton.cdiv(R, BLOCK) + E) * BLOCK
 
 
 def empty_columns(x: Tensor, C: int, R: int, E: int, blockwise: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the elements, scales and ends of R rows turned, on the device of x."""
-    width = _columns_width(R, E)
+    width = columns_width(R, E)
     scale = x.new_empty(width // BLOCK if blockwise else E, C, dtype=torch.float32)
     return x.new_empty(C, width, dtype=E4M3), scale, x.new_empty(E, dtype=torch.int32)
 
@@ -161,14 +161,15 @@ def launch_columns(
     x: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None, choices: int, x_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of elements of E4M3 with ``x_scale``, a row each of one scale or blockwise of one for 128 elements."""
+    from kernels.group_pieces import PIECE, WARPS
     from kernels.launch import launch  # takes Gluon, as the kernels do
-    from kernels.quantize_columns_kernels import COLUMNS, PIECE, ROWS, WARPS, _quantize_columns_kernel
+    from kernels.quantize_columns_kernels import COLUMNS, _quantize_columns_kernel
 
     (rows, C), E, x = x.shape, len(offsets_E), x if x.stride(1) == 1 else x.contiguous()
     rows = rows if pair_R is None else len(pair_R)
     elements_CW, scale, ends_E = empty_columns(x, C, rows, E, blockwise)
     slabs = triton.cdiv(C, COLUMNS.value)
-    parts = slabs * (triton.cdiv(rows, ROWS.value * PIECE.value) + E) * (1 if blockwise else 2)
+    parts = slabs * (triton.cdiv(rows, BLOCK * PIECE.value) + E) * (1 if blockwise else 2)
     bits = None if blockwise else scale.new_zeros(E * (C + slabs) + 1, dtype=torch.int32)
     launch(
         _quantize_columns_kernel, programs(parts, x.device, TOGETHER), x, x_scale, pair_R, offsets_E, bits, elements_CW, scale,

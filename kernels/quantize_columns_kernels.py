@@ -8,9 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels import quantize_kernels
+from kernels.group_pieces import ROWS, groups, place_of, store_end
 
-WARPS = gl.constexpr(4)
-ROWS = gl.constexpr(128)
 COLUMNS = gl.constexpr(64)
 READ = gl.constexpr(gl.BlockedLayout([16, 4], [2, 16], [4, 1], [1, 0]))
 WRITTEN = gl.constexpr(
@@ -22,18 +21,11 @@ WRITTEN = gl.constexpr(
         shape=[64, 128],
     )
 )
-PIECE = gl.constexpr(2)  # blocks of rows
 AHEAD = gl.constexpr(256)  # pieces
 
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # torch 2.11's Triton has the first
 
 factor_of = gluon.jit(quantize_kernels.factor_of.fn)
-
-
-@gluon.constexpr_function
-def in_a_warp(length):
-    """So that no warp needs another for sums along it."""
-    return gl.BlockedLayout([max(length // 32, 1)], [32], [4], [0])
 
 
 @gluon.jit
@@ -58,40 +50,6 @@ def _load_rows(source, row, end, c_C, C, stride_r: gl.constexpr, CHOICES: gl.con
         # All columns are of one block of 128, if there is more than one.
         x_RC *= gl.load(x_scale_ptr + at_R * scale_stride_r, mask=mask_R, other=0.0)[:, None]
     return x_RC
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _groups(offsets_ptr, E, E_P: gl.constexpr):
-    """Of each group its first row, its end, its blocks, and its pieces."""
-    e_E = gl.arange(0, E_P, in_a_warp(E_P))
-    begin_E = gl.load(offsets_ptr + e_E - 1, mask=(e_E > 0) & (e_E < E), other=0)
-    end_E = gl.load(offsets_ptr + e_E, mask=e_E < E, other=0)
-    blocks_E = gl.where(e_E < E, gl.maximum(gl.cdiv(end_E - begin_E, ROWS), 1), 0)
-    return begin_E, end_E, blocks_E, gl.cdiv(blocks_E, PIECE)
-
-
-@gluon.jit
-def _sum_where(mask, x):
-    return gl.sum(gl.where(mask, x, 0), 0)
-
-
-@gluon.jit
-def _place(offsets_ptr, piece, E, E_P: gl.constexpr):
-    """Of a piece its group, the group's first row, end and pieces, its own first block and the one behind it, and how many blocks
-    the groups ahead have."""
-    begin_E, end_E, blocks_E, pieces_E = _groups(offsets_ptr, E, E_P)
-    e_E, upto_E = gl.arange(0, E_P, in_a_warp(E_P)), gl.associative_scan(pieces_E, 0, _add)
-    e = gl.sum((upto_E <= piece).to(gl.int32), 0)
-    pieces = _sum_where(e_E == e, pieces_E)
-    block = (piece - _sum_where(e_E == e, upto_E) + pieces) * PIECE
-    behind = gl.minimum(block + PIECE, _sum_where(e_E == e, blocks_E))
-    begin, end = _sum_where(e_E == e, begin_E), _sum_where(e_E == e, end_E)
-    return e, begin, end, pieces, block, behind, _sum_where(e_E < e, blocks_E)
 
 
 @gluon.jit
@@ -135,7 +93,7 @@ def _turn(source, result, bits_ptr, slab, place, C, W, stride_r: gl.constexpr, C
     c_C = slab * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, READ))
     of_C = slab * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, WRITTEN))
     if slab + block == 0:
-        gl.store(ends_ptr + e, (ahead + gl.maximum(gl.cdiv(end - begin, ROWS), 1)) * ROWS)
+        store_end(ends_ptr, e, begin, end, ahead)
     if BLOCKWISE:
         factor_C = gl.full([COLUMNS], 0.0, gl.float32, gl.SliceLayout(0, READ))
         if x_scale_ptr is not None:
@@ -171,11 +129,11 @@ def _quantize_columns_kernel(
     [slabs * E], and how many pieces programs have taken: in this order, so that they wait for none that is not begun.
     """
     source, result = (x_ptr, x_scale_ptr, scale_stride_r, pair_ptr), (out_ptr, scale_ptr, ends_ptr)
-    _, _, _, pieces_E = _groups(offsets_ptr, E, E_P)
+    _, _, _, pieces_E = groups(offsets_ptr, E, E_P)
     pieces, slabs = gl.sum(pieces_E, 0), gl.cdiv(C, COLUMNS)
     if bits_ptr is None:
         for i in range(gl.program_id(0), slabs * pieces, gl.num_programs(0)):
-            place = _place(offsets_ptr, i % pieces, E, E_P)
+            place = place_of(offsets_ptr, i % pieces, E, E_P)
             _turn(source, result, None, i // pieces, place, C, W, stride_r, CHOICES)
     else:
         counts_ptr = bits_ptr + E * C
@@ -185,7 +143,7 @@ def _quantize_columns_kernel(
         while order < orders:
             i, turns = _in_portions(order, slabs * pieces, portion)
             if i < slabs * pieces:
-                slab, place = i // pieces, _place(offsets_ptr, i % pieces, E, E_P)
+                slab, place = i // pieces, place_of(offsets_ptr, i % pieces, E, E_P)
                 done_ptr, of_group_ptr = counts_ptr + slab * E + place[0], bits_ptr + place[0] * C
                 if turns:
                     _wait(done_ptr, place[3])

@@ -44,16 +44,19 @@ def _load_scales(scale_ptr, half, F, BLOCKS: tl.constexpr, BLOCKWISE: tl.constex
 @triton.jit(do_not_specialize=["R"])
 def _backward_kernel(
     grad_ptr, gate_up_ptr, kept_scale_ptr, weight_ptr, pair_ptr, num_rows_ptr, first_ptr,
-    grad_gate_up_ptr, elements_ptr, scale_ptr, grad_weight_ptr, act_ptr, F, R, size, stride,
+    grad_gate_up_ptr, elements_ptr, scale_ptr, grad_weight_ptr, act_ptr, act_scale_ptr, F, R, size, stride,
     BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr,
 ):  # fmt: skip
-    """The pre-activations are numbers, or E4M3 elements and their scales in rows of ``stride`` bytes."""
+    """The pre-activations are numbers, or E4M3 elements and their scales in rows of ``stride`` bytes.
+
+    With ``act_scale_ptr`` the activation comes out as E4M3, else as numbers, as the gradient does beside its elements.
+    """
     for row in tl.range(tl.program_id(0), tl.minimum(tl.load(num_rows_ptr), R), tl.num_programs(0), num_stages=3):
         row = tl.cast(row, tl.int64)
         pair = tl.load(pair_ptr + row)
         weight = tl.load(weight_ptr + pair)
         f_BC = places(BLOCKS)
-        dtype: tl.constexpr = act_ptr.dtype.element_ty
+        dtype: tl.constexpr = grad_ptr.dtype.element_ty
         mask_BC, gate_at, up_at = f_BC < F, row * 2 * F + f_BC, row * 2 * F + F + f_BC
         place = place_of_row(row, first_ptr, size)
         gate_BC = tl.load(gate_up_ptr + place * stride + f_BC, mask=mask_BC, other=0.0).to(tl.float32)
@@ -66,11 +69,17 @@ def _backward_kernel(
         sig_BC = tl.sigmoid(gate_BC)
         silu_BC = gate_BC * sig_BC
         tl.store(grad_weight_ptr + pair, tl.sum(grad_BC * silu_BC * up_BC))
-        tl.store(act_ptr + row * F + f_BC, (silu_BC * up_BC * weight).to(dtype), mask=mask_BC)
+        act_BC = (silu_BC * up_BC * weight).to(dtype)
         grad_gate_BC = (grad_BC * weight * up_BC * (sig_BC + silu_BC * (1 - sig_BC))).to(dtype)
         grad_up_BC = (grad_BC * weight * silu_BC).to(dtype)
-        tl.store(grad_gate_up_ptr + gate_at, grad_gate_BC, mask=mask_BC)
-        tl.store(grad_gate_up_ptr + up_at, grad_up_BC, mask=mask_BC)
+        if act_scale_ptr is None:
+            tl.store(act_ptr + row * F + f_BC, act_BC, mask=mask_BC)
+            tl.store(grad_gate_up_ptr + gate_at, grad_gate_BC, mask=mask_BC)
+            tl.store(grad_gate_up_ptr + up_at, grad_up_BC, mask=mask_BC)
+        else:
+            factor_B = factor_of(row_bits(act_BC.to(tl.float32), BLOCKWISE), not BLOCKWISE)
+            tl.store(act_ptr + row * F + f_BC, (act_BC.to(tl.float32) * factor_B[:, None]).to(tl.float8e4nv), mask=mask_BC)
+            store_scales(factor_B, act_scale_ptr + row, R, F // 128, True, BLOCKWISE)
         # Both gradients are one operand.
         bits_gate_B = row_bits(grad_gate_BC.to(tl.float32), BLOCKWISE)
         bits_up_B = row_bits(grad_up_BC.to(tl.float32), BLOCKWISE)
@@ -110,21 +119,24 @@ def _launch_backward(
     num_rows: Tensor,
     blockwise: bool,
     first: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    high_precision: bool = True,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradient of the pre-activations, its elements and scales, that of the weights, activation and its scales; without
+    ``high_precision`` the first is None and the activation of E4M3, else it has no scales."""
     (R, F), grad_RF = grad_RF.shape, grad_RF.contiguous()
-    grad_gate_up_R2F, act_RF, grad_weights_P = grad_RF.new_empty(R, 2, F), *map(torch.empty_like, (grad_RF, weights_P))
+    grad_gate_up_R2F = grad_RF.new_empty(R, 2, F) if high_precision else None
+    act_RF, act_scale = (torch.empty_like(grad_RF), None) if high_precision else empty_rows(grad_RF, R, F, blockwise)
     elements, scale = empty_rows(grad_RF, R, 2 * F, blockwise)
-    grad_weights_P.zero_()
-    kept_scale = None
+    grad_weights_P, kept_scale = torch.zeros_like(weights_P), None
     if _packed(kept):
         kept, kept_scale = kept.view(E4M3), kept.view(torch.float32)[:, F // 2 :]
     if R:
         _backward_kernel[programs(R, act_RF.device, FEW)](
             grad_RF, kept, kept_scale, weights_P, pair_R, num_rows, first,
-            grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF, F, R, len(kept), kept.stride(0),
+            grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF, act_scale, F, R, len(kept), kept.stride(0),
             BLOCKS=blocks_of_row(F), BLOCKWISE=blockwise, num_warps=_warps(F),
         )  # fmt: skip
-    return grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF
+    return grad_gate_up_R2F, elements, scale, grad_weights_P, act_RF, act_scale
 
 
 @op("weighted_swiglu_fp8")
@@ -150,6 +162,21 @@ def _packed(kept: Tensor) -> bool:
     return kept.dtype == torch.int32
 
 
+def _backward_reference(
+    grad_RF: Tensor,
+    kept: Tensor,
+    weights_P: Tensor,
+    pair_R: Tensor,
+    num_rows: Tensor,
+    blockwise: bool,
+    first: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if _packed(kept):
+        F = grad_RF.shape[1]
+        kept = unpack_tokens(PackedTokens(kept, 2 * F, blockwise)).to(grad_RF.dtype).unflatten(1, (2, F))
+    return weighted_swiglu_backward_reference(grad_RF, kept, weights_P, pair_R, num_rows, first)
+
+
 @op("weighted_swiglu_fp8_backward")
 def weighted_swiglu_fp8_backward(
     grad_RF: Tensor,
@@ -168,14 +195,10 @@ def weighted_swiglu_fp8_backward(
         grad_gate_up [R, 2, F]; its elements [R, 2 F] and scales as of :func:`kernels.quantize.quantize_rows`; grad_weights [P];
         activation [R, F].
     """
+    arguments = grad_RF, kept, weights_P, pair_R, num_rows, blockwise, first
     if grad_RF.is_cuda:
-        return _launch_backward(grad_RF, kept, weights_P, pair_R, num_rows, blockwise, first)
-    if _packed(kept):
-        F = grad_RF.shape[1]
-        kept = unpack_tokens(PackedTokens(kept, 2 * F, blockwise)).to(grad_RF.dtype).unflatten(1, (2, F))
-    grad_gate_up_R2F, grad_weights_P, act_RF = weighted_swiglu_backward_reference(
-        grad_RF, kept, weights_P, pair_R, num_rows, first
-    )
+        return _launch_backward(*arguments)[:5]
+    grad_gate_up_R2F, grad_weights_P, act_RF = _backward_reference(*arguments)
     return grad_gate_up_R2F, *quantize_rows_reference(grad_gate_up_R2F.flatten(1), blockwise), grad_weights_P, act_RF
 
 
@@ -192,3 +215,27 @@ def _(
     R, F = grad_RF.shape
     quantized = empty_rows(grad_RF, R, 2 * F, blockwise)
     return grad_RF.new_empty(R, 2, F), *quantized, torch.empty_like(weights_P), torch.empty_like(grad_RF)
+
+
+@op("weighted_swiglu_rowwise_backward")
+def weighted_swiglu_rowwise_backward(
+    grad_RF: Tensor, kept: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, first: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`weighted_swiglu_fp8_backward` with a scale a row, which makes nothing but what is quantised.
+
+    Returns:
+        Elements of grad_gate_up [R, 2 F] and scales [R]; grad_weights [P]; elements of the activation [R, F] and scales [R].
+    """
+    arguments = grad_RF, kept, weights_P, pair_R, num_rows, False, first
+    if grad_RF.is_cuda:
+        return _launch_backward(*arguments, high_precision=False)[1:]
+    grad_gate_up_R2F, grad_weights_P, act_RF = _backward_reference(*arguments)
+    return *quantize_rows_reference(grad_gate_up_R2F.flatten(1), False), grad_weights_P, *quantize_rows_reference(act_RF, False)
+
+
+@torch.library.register_fake(weighted_swiglu_rowwise_backward)
+def _(
+    grad_RF: Tensor, kept: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor, first: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    R, F = grad_RF.shape
+    return *empty_rows(grad_RF, R, 2 * F, False), torch.empty_like(weights_P), *empty_rows(grad_RF, R, F, False)

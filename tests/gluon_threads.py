@@ -184,7 +184,7 @@ def _multiply_wait(pending: int, deps: list[Tensor]) -> Tensor:
 
 def _load(at: Pointer, mask: Any = True, other: float = 0) -> Any:
     if not isinstance(at.offset, Tensor):
-        return int(at.x[int(at.offset)]) if mask else other
+        return at.x[int(at.offset)].item() if mask else other
     mask = torch.as_tensor(mask).expand_as(at.offset)
     assert ((0 <= at.offset) & (at.offset < len(at.x)))[mask].all()
     found = at.x.new_full(mask.shape, other)
@@ -267,7 +267,7 @@ def _specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int],
 
 
 _LANGUAGE = SimpleNamespace(
-    **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "zeros_like")},
+    **{name: getattr(torch, name) for name in ("int32", "int64", "float16", "float32", "zeros_like")},
     constexpr=None, float8e4nv=torch.float8_e4m3fn, abs=torch.abs, max=lambda x, axis: x.amax(axis),
     div_rn=lambda a, b: torch.tensor(a) / b,  # of a number torch would multiply by the inverse
     load=_load, store=_store, allocate_shared_memory=_allocate, where=_where, minimum=_minimum, maximum=_maximum,

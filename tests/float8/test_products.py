@@ -10,6 +10,7 @@ from torch import Tensor
 from float8 import emulation
 from float8.emulation import EmulatedLinear
 from float8.experts import EmulatedProducts
+from float8.grouped_emulation import grouped_weight_grad
 from float8.recipes import RECIPES, Recipe, rotate_rows
 from kernels.expert_mlp import expert_mlp
 
@@ -26,12 +27,12 @@ def nearest(recipe: str) -> Recipe:
 
 
 class Linear(torch.autograd.Function):
-    """``x @ w^T`` with every operand of the three products rounded by definition, in fp64."""
+    """``x @ w^T`` with every operand of the three products rounded by definition, in fp64; one of an expert's if ``grouped``."""
 
     @staticmethod
-    def forward(ctx, x_RK: Tensor, w_NK: Tensor, recipe: str, quantize_weight_grad: bool = True) -> Tensor:
+    def forward(ctx, x_RK: Tensor, w_NK: Tensor, recipe: str, quantize_weight_grad: bool = True, grouped: bool = False) -> Tensor:
         ctx.save_for_backward(x_RK, w_NK)
-        ctx.recipe, ctx.quantize_weight_grad = recipe, quantize_weight_grad
+        ctx.recipe, ctx.quantize_weight_grad, ctx.grouped = recipe, quantize_weight_grad, grouped
         return rounded(x_RK, 1, recipe, "input") @ rounded(w_NK, 1, recipe, "weight").t()
 
     @staticmethod
@@ -39,10 +40,14 @@ class Linear(torch.autograd.Function):
         (x_RK, w_NK), recipe = ctx.saved_tensors, ctx.recipe
         grad_x = rounded(grad_RN, 1, recipe, "grad") @ rounded(w_NK, 0, recipe, "weight")
         if not ctx.quantize_weight_grad:
-            return grad_x, grad_RN.t() @ x_RK, None, None
+            return grad_x, grad_RN.t() @ x_RK, None, None, None
         if recipe == "nvfp4":
             grad_RN, x_RK = rotate_rows(grad_RN), rotate_rows(x_RK)
-        return grad_x, rounded(grad_RN, 0, recipe, "grad").t() @ rounded(x_RK, 0, recipe, "input"), None, None
+        if recipe == "rowwise" and ctx.grouped and len(x_RK):
+            grad, x = (float8_reference.simulate_turned(y, recipe, name) for y, name in ((grad_RN, "grad"), (x_RK, "input")))
+        else:
+            grad, x = rounded(grad_RN, 0, recipe, "grad"), rounded(x_RK, 0, recipe, "input")
+        return grad_x, grad.t() @ x, None, None, None
 
 
 def rounded(x: Tensor, axis: int, recipe: str, operand: str) -> Tensor:
@@ -120,6 +125,21 @@ def test_errors_are_those_of_the_operands(recipe) -> None:
             assert abs(found / (2 * squares[0] + squares[1]) ** 0.5 - 1) < 0.1
 
 
+def test_errors_of_turned_rows_are_those_of_the_rows() -> None:
+    """Also where those of one operand differ by a thousand, and those of the other the other way round."""
+    size_R = 10.0 ** torch.randint(-2, 2, (512, 1))
+    grad, x, ends = torch.randn(512, 96) * size_R, torch.randn(512, 64) / size_R, torch.tensor([200, 200, 512], dtype=torch.int32)
+    recipe = RECIPES["rowwise"]
+    squares = [error(recipe.input.simulate(y, 1), y) ** 2 for y in (grad, x)]
+    for e, found in enumerate(grouped_weight_grad(recipe, grad, x, ends)):
+        rows = slice([0, 200, 200][e], int(ends[e]))
+        exact = grad[rows].double().t() @ x[rows].double()
+        if e == 1:
+            assert not found.any()
+        else:
+            assert abs(error(found, exact) / sum(squares) ** 0.5 - 1) < 0.1
+
+
 SIZES = [1, 0, 7, 127, 129, 16]
 
 
@@ -142,10 +162,10 @@ def expected_mlp(x_ND, w13, w2, weights_P, pair_R, offsets, recipe: str, quantiz
     outputs, start = [], 0
     for w13_2FD, w2_DF, end in zip(w13, w2, offsets.tolist(), strict=True):
         pairs = pair_R[start:end].long()
-        gate_up = Linear.apply(x_ND[pairs], w13_2FD.flatten(0, 1), recipe, quantize_weight_grad)
+        gate_up = Linear.apply(x_ND[pairs], w13_2FD.flatten(0, 1), recipe, quantize_weight_grad, True)
         gate, up = gate_up.chunk(2, dim=1)
         act = torch.nn.functional.silu(gate) * up * weights_P[pairs, None].double()
-        outputs.append(Linear.apply(act, w2_DF, recipe, quantize_weight_grad))
+        outputs.append(Linear.apply(act, w2_DF, recipe, quantize_weight_grad, True))
         start = end
     return torch.cat(outputs)
 

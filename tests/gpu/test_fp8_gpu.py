@@ -5,6 +5,7 @@ from functools import partial
 import float8_rows
 import pytest
 import torch
+from float8_operands import of_weight_grad
 from torch import Tensor, nn
 
 from benchmarks.moe_layer import relative_error
@@ -13,7 +14,7 @@ from float8.experts import EmulatedProducts, Float8Products
 from float8.head import EmulatedHead, RowwiseHead
 from float8.kernel_linear import KernelLinear
 from float8.recipes import RECIPES
-from kernels import grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8
+from kernels import grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8, turn_rows
 from kernels.cross_entropy import linear_cross_entropy_sums
 
 GROUPS = [1, 0, 7, 127, 129, 16, 0, 300, 513]
@@ -65,13 +66,29 @@ def test_packed_tokens(poisoned, recipe, D) -> None:
     actual = poisoned(packed_tokens.spread_packed, words, row_NK, R, D, blockwise)
     for part, expected in zip(actual, quantize.spread_rows_fp8(x_ND, row_NK, R, blockwise), strict=True):
         assert same(part, expected)
-    arguments = words, D, ends, blockwise, pair_R, K
-    actual = poisoned(packed_tokens.quantize_packed_columns, *arguments)
-    expected = packed_tokens.quantize_packed_columns(*cpu(*arguments))
-    width = int(expected[2][-1])
-    blocks = width // 128 if blockwise else len(GROUPS)
-    assert same(actual[0][:, :width], expected[0][:, :width]) and same(actual[2], expected[2])
-    assert same(actual[1][:blocks], expected[1][:blocks])
+    elements, scale = packed_tokens.elements_and_scales(packed_tokens.PackedTokens(words, D, blockwise))
+    operator, arguments = (
+        (packed_tokens.quantize_packed_columns, (words, D, ends, True, pair_R, K))
+        if blockwise
+        else (turn_rows.turn_rows, (elements, scale, ends, pair_R, K))
+    )
+    same_columns(poisoned(operator, *arguments), operator(*cpu(*arguments)))
+
+
+def same_columns(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    """What lies in the room for the groups, with scales for a block of 128."""
+    width = int(wanted[2][-1])
+    assert same(actual[0][:, :width], wanted[0][:, :width]) and same(actual[2], wanted[2])
+    assert same(actual[1][: width // 128], wanted[1][: width // 128])
+
+
+@pytest.mark.parametrize("C", [16, 768, 2048, 2816])
+@pytest.mark.parametrize("groups", [GROUPS, [0, 0], [64] * 300])
+def test_turned_rows(poisoned, C, groups) -> None:
+    R, ends = sum(groups), ends_of(groups)
+    elements, scale = quantize.quantize_rows(numbers(R + 5, C), torch.tensor([R + 5], device="cuda"), False)
+    arguments = elements, scale, ends
+    same_columns(poisoned(turn_rows.turn_rows, *arguments), turn_rows.turn_rows(*cpu(*arguments)))
 
 
 @RECIPE
@@ -119,6 +136,11 @@ def test_swiglu(poisoned, recipe, packed, width) -> None:
         assert relative_error(actual[output][:rows].cpu(), wanted[output][:rows]) < 2e-3
     elements, scale = quantize.quantize_rows(actual[0].flatten(1), count, blockwise)
     assert same(actual[1][used], elements[used]) and same(actual[2][..., used], scale[..., used])
+    if not blockwise:
+        own = poisoned(swiglu_fp8.weighted_swiglu_rowwise_backward, grad_RF, *arguments[:-1])
+        wanted = elements, scale, actual[3], *quantize.quantize_rows(actual[4], count, False)
+        for i, (mine, other) in enumerate(zip(own, wanted, strict=True)):
+            assert same(mine, other) if i == 2 else same(mine[used], other[used])
 
 
 @RECIPE
@@ -135,7 +157,7 @@ def test_products(poisoned, recipe, N, K) -> None:
         )
         expected = grouped_mm_fp8.grouped_mm_fp8_reference(*operands, blockwise)[:R]
         assert relative_error(poisoned(grouped_mm_fp8.grouped_mm_fp8, *operands, blockwise)[:R], expected) < PRODUCT
-    operands = *quantize.quantize_columns(grad_RN, ends, blockwise)[:2], *quantize.quantize_columns(a_RK, ends, blockwise)
+    operands = *of_weight_grad(grad_RN, ends, blockwise)[:2], *of_weight_grad(a_RK, ends, blockwise)
     expected = grouped_mm_fp8.grouped_mm_fp8_weight_grad_reference(*operands, blockwise)
     actual = poisoned(grouped_mm_fp8.grouped_mm_fp8_weight_grad, *operands, blockwise)
     assert relative_error(actual, expected) < PRODUCT and not actual[1].any()
@@ -167,7 +189,7 @@ def test_tiles(poisoned, recipe, N, K, groups) -> None:
         operands = *quantized, *quantize.quantize_weights(w_ENK, blockwise, transposed), ends
         actual = poisoned(grouped_mm_fp8.grouped_mm_fp8, *operands, blockwise)[:R]
         assert not R or worst_row(actual, grouped_mm_fp8.grouped_mm_fp8_reference(*operands, blockwise)[:R]) < of_output
-    operands = *quantize.quantize_columns(grad_RN, ends, blockwise)[:2], *quantize.quantize_columns(x_RK, ends, blockwise)
+    operands = *of_weight_grad(grad_RN, ends, blockwise)[:2], *of_weight_grad(x_RK, ends, blockwise)
     actual = poisoned(grouped_mm_fp8.grouped_mm_fp8_weight_grad, *operands, blockwise)
     assert worst_row(actual, grouped_mm_fp8.grouped_mm_fp8_weight_grad_reference(*operands, blockwise)) < 2.0**-8
 

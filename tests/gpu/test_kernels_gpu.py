@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from float8_operands import of_weight_grad
 
 from benchmarks.moe_layer import relative_error
 from kernels import cross_entropy, grouped_mm_launch, permute, route, sort, stash, swiglu
@@ -17,7 +18,7 @@ from kernels.grouped_mm import (
     grouped_mm_weight_grad_reference,
 )
 from kernels.grouped_mm_fp8 import grouped_mm_fp8, grouped_mm_fp8_weight_grad
-from kernels.quantize import quantize_columns, quantize_rows, quantize_weights
+from kernels.quantize import quantize_rows, quantize_weights
 from kernels.route import RouteOptions
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -293,7 +294,7 @@ def test_tiles_are_shared_out_anew_by_every_launch() -> None:
         products[f"weight grad {N}"] = partial(grouped_mm_weight_grad, grad_RN, a_RK, ends)
         for blockwise in (False, True):
             rows = *quantize_rows(a_RK, ends[-1:], blockwise), *quantize_weights(b_EKN.transpose(1, 2), blockwise, False)
-            columns = *quantize_columns(grad_RN, ends, blockwise)[:2], *quantize_columns(a_RK, ends, blockwise)
+            columns = *of_weight_grad(grad_RN, ends, blockwise)[:2], *of_weight_grad(a_RK, ends, blockwise)
             products[f"FP8 output {N} {blockwise}"] = partial(grouped_mm_fp8, *rows, ends, blockwise)
             products[f"FP8 weight grad {N} {blockwise}"] = partial(grouped_mm_fp8_weight_grad, *columns, blockwise)
     other = torch.cuda.Stream()

@@ -149,7 +149,9 @@ def swiglu_cases():
         (5, 384, 3, True),
         (5, 48, 4, False),
         (3, 144, 0, False),
+        (9, 256, 8, False),
         (0, 128, 0, True),
+        (0, 64, 0, False),
     ):
         gate_up_R2F, grad_RF = torch.randn(R, 2, F).bfloat16(), torch.randn(R, F).bfloat16()
         if R > 1:
@@ -171,6 +173,17 @@ def swiglu_cases():
         for name, i in (("gate_up", 0), ("act", 4)):
             yield f"weighted_swiglu_fp8_backward {name} {case}", far(actual[i][filled], expected[i][filled], BF16_ROUNDING)
         yield f"weighted_swiglu_fp8_backward weights {case}", far(actual[3], expected[3], 1e-5)
+        if not blockwise:
+            # The same quantised alone, as what came out beside is.
+            ways = (
+                swiglu_fp8._launch_backward(grad_RF, *arguments, False, None, False)[1:],
+                swiglu_fp8.weighted_swiglu_rowwise_backward(grad_RF, *arguments),
+            )
+            for way, found, beside in zip(("kernel", "op"), ways, (actual, expected), strict=True):
+                act = quantize.quantize_rows_reference(beside[4][filled], False)
+                wrong = same_products(tuple(x[filled] for x in found[:2]), tuple(x[filled] for x in beside[1:3]))
+                wrong += same_products(tuple(x[filled] for x in found[3:]), act) + different(found[2], beside[3])
+                yield f"weighted_swiglu_rowwise_backward {way} {case}", wrong
         # The same pre-activations among others, from some row on.
         around = torch.randn(2, 2, F).bfloat16()
         among = torch.cat((around, gate_up_R2F, around))

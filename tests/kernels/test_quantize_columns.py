@@ -9,7 +9,7 @@ from gluon_threads import OnThreads, stored
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from kernels import packed_tokens, quantize, quantize_columns_kernels
+from kernels import group_pieces, packed_tokens, quantize, quantize_columns_kernels
 
 GROUPS = pytest.mark.parametrize("groups", [[0, 1, 7, 0, 129, 31, 127, 128], [40], [0, 0], [0, 300, 0]], ids=str)
 
@@ -109,4 +109,4 @@ def test_kernels_fit_a_multiprocessor(monkeypatch, tmp_path, blockwise, source) 
     said = compiled_for_hopper(kernel, launched, tmp_path)[1]
     assert "0 bytes spill stores, 0 bytes spill loads" in said
     registers = int(re.search(r"Used (\d+) registers", said)[1])
-    assert 3 * 32 * quantize_columns_kernels.WARPS.value * registers <= 65536
+    assert 3 * 32 * group_pieces.WARPS.value * registers <= 65536

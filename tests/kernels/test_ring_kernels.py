@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from float8_operands import of_weight_grad
 from gluon_compiled import Recorded, compiled_for_hopper
 from gluon_threads import Descriptor, OnThreads, loaded, plain, stored
 from torch import Tensor
@@ -61,8 +62,9 @@ def fp8(groups: list[int], N: int, K: int, blockwise: bool, transposed: bool) ->
 
 
 def fp8_weight_grad(groups: list[int], N: int, K: int, blockwise: bool) -> Case:
-    grad = quantize.quantize_columns(rows_of(groups, N), ends_of(groups), blockwise)[:2]
-    operands = *grad, *quantize.quantize_columns(rows_of(groups, K), ends_of(groups), blockwise)
+    grad_RN, x_RK = (rows_of(groups, width) * 10.0 ** torch.randint(-3, 3, (sum(groups) + 5, 1)) for width in (N, K))
+    grad = of_weight_grad(grad_RN.bfloat16(), ends_of(groups), blockwise)[:2]
+    operands = *grad, *of_weight_grad(x_RK.bfloat16(), ends_of(groups), blockwise)
     expected = grouped_mm_fp8.grouped_mm_fp8_weight_grad_reference(*operands, blockwise)
     return lambda: grouped_mm_launch.launch_weight_grad_fp8(*operands, blockwise), expected
 
