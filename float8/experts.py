@@ -16,6 +16,7 @@ from kernels.packed_tokens import (
     elements_and_scales,
     pack_tokens,
     quantize_packed_columns,
+    spread_and_pack,
     spread_packed,
     unpack_tokens,
 )
@@ -51,10 +52,11 @@ class Float8Products(Products):
         finally:
             self._kept = None
 
-    def tokens(self, x_ND: Tokens) -> Tokens:
+    def spread(self, x_ND: Tokens, row_NK: Tensor, num_rows: int) -> tuple[Operand, Tokens]:
         if not self._turns_rows or isinstance(x_ND, PackedTokens):
-            return x_ND
-        return PackedTokens(pack_tokens(x_ND, False), x_ND.shape[1], False)
+            return super().spread(x_ND, row_NK, num_rows)
+        elements, scale, words_NW = spread_and_pack(x_ND, row_NK, num_rows, False)
+        return (elements, scale), PackedTokens(words_NW, x_ND.shape[1], False)
 
     def rows(self, x_ND: Tokens, row_NK: Tensor, num_rows: int) -> Operand:
         if isinstance(x_ND, PackedTokens):

@@ -40,12 +40,12 @@ class Products:
     packing: Packing | None = None
     takes_token_grads = False
 
-    def tokens(self, x_ND: Tokens) -> Tokens:
-        """What :meth:`rows` and backward have of tokens, which are packed if they travelled so."""
-        return x_ND
+    def spread(self, x_ND: Tokens, row_NK: Tensor, num_rows: int) -> tuple[Operand, Tokens]:
+        """Tokens spread to their rows, for :meth:`output`, and what backward is to have of them."""
+        return self.rows(x_ND, row_NK, num_rows), x_ND
 
     def rows(self, x_ND: Tokens, row_NK: Tensor, num_rows: int) -> Operand:
-        """Tokens spread to their rows, for :meth:`output`."""
+        """The rows again."""
         return spread_rows(x_ND, row_NK, num_rows)
 
     def swiglu(self, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> Operand:
@@ -120,11 +120,13 @@ class _ExpertMLP(torch.autograd.Function):
         ctx, x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products, put_off, stash, grads
     ):
         ctx.products, ctx.put_off, ctx.grads = products, put_off, grads
-        tokens = products.tokens(x_ND if packed_NW is None else products.packing.received(packed_NW, x_ND.shape[1]))
+        tokens = x_ND if packed_NW is None else products.packing.received(packed_NW, x_ND.shape[1])
+        rows, tokens = products.spread(tokens, row_NK, len(pair_R))
         ctx.tokens, words_NW = None, None
         if isinstance(tokens, PackedTokens):
             x_ND, words_NW, ctx.tokens = None, tokens.words_NW, tokens._replace(words_NW=None)
-        gate_up_R2F = _up(products.rows(tokens, row_NK, len(pair_R)), w13_E2FD, offsets_E, products)
+        gate_up_R2F = _up(rows, w13_E2FD, offsets_E, products)
+        del rows
         act_RF = products.swiglu(gate_up_R2F, weights_P, pair_R, offsets_E[-1:])
         kept = None if recompute else products.keep(gate_up_R2F, offsets_E[-1:])
         del gate_up_R2F

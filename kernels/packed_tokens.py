@@ -20,8 +20,10 @@ from kernels.quantize import (
     empty_columns,
     empty_rows,
     launch_columns,
+    launch_spread,
     quantize_columns,
     quantize_rows_reference,
+    spread_rows_fp8,
     warps,
 )
 from kernels.quantize_kernels import factor_of, places, row_bits, store_scales
@@ -151,6 +153,24 @@ def pack_tokens(x_TD: Tensor, blockwise: bool, num_rows: Tensor | None = None) -
 @torch.library.register_fake(pack_tokens)
 def _(x_TD: Tensor, blockwise: bool, num_rows: Tensor | None = None) -> Tensor:
     return _empty_words(x_TD, blockwise)
+
+
+def _launch_spread_and_pack(x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool) -> tuple[Tensor, Tensor, Tensor]:
+    words_NW = _empty_words(x_ND, blockwise)
+    return *launch_spread(x_ND, row_NK, num_rows, blockwise, words_NW), words_NW
+
+
+@op("spread_and_pack")
+def spread_and_pack(x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`kernels.quantize.spread_rows_fp8` and :func:`pack_tokens` of the same tokens in one pass."""
+    if x_ND.is_cuda:
+        return _launch_spread_and_pack(x_ND, row_NK, num_rows, blockwise)
+    return *spread_rows_fp8(x_ND, row_NK, num_rows, blockwise), pack_tokens_reference(x_ND, blockwise)
+
+
+@torch.library.register_fake(spread_and_pack)
+def _(x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return *empty_rows(x_ND, num_rows, x_ND.shape[1], blockwise), _empty_words(x_ND, blockwise)
 
 
 @op("spread_packed")

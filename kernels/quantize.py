@@ -91,13 +91,19 @@ def warps(D: int) -> int:
     return 4 if D <= 4096 else 8
 
 
-def _launch_spread(x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool) -> tuple[Tensor, Tensor]:
+def launch_spread(
+    x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool, words_NW: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """With ``words_NW`` it writes the packed tokens, too; see :mod:`kernels.packed_tokens`."""
     x_ND = x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()
     (N, K), D = row_NK.shape, x_ND.shape[1]
     rows_RD, scale = empty_rows(x_ND, num_rows, x_ND.shape[1], blockwise)
+    packed, width = (None, None), 0
+    if words_NW is not None:
+        packed, width = (words_NW.view(E4M3), words_NW.view(torch.float32)), words_NW.shape[1]
     if x_ND.numel():
         _spread_rows_kernel[(N,)](
-            x_ND, row_NK.contiguous(), rows_RD, scale, D, x_ND.stride(0), num_rows,
+            x_ND, row_NK.contiguous(), rows_RD, scale, *packed, D, x_ND.stride(0), num_rows, width,
             K=K, BLOCKS=blocks_of_row(D), BLOCKWISE=blockwise, num_warps=warps(D),
         )  # fmt: skip
     return rows_RD, scale
@@ -113,7 +119,7 @@ def spread_rows_fp8(x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool
         Elements [num_rows, D]; scales [num_rows], blockwise [D / 128, num_rows]. Rows that no token names are unspecified.
     """
     if x_ND.is_cuda:
-        return _launch_spread(x_ND, row_NK, num_rows, blockwise)
+        return launch_spread(x_ND, row_NK, num_rows, blockwise)
     rows_RD, scale = empty_rows(x_ND, num_rows, x_ND.shape[1], blockwise)
     named_NK = row_NK >= 0
     row_P, token_P = row_NK[named_NK].long(), named_NK.nonzero()[:, 0]

@@ -8,9 +8,14 @@ import triton.language as tl
 
 
 @triton.jit
+def bits_of(x):
+    """Magnitudes as the bits of an fp32, by which NaN is larger than infinity."""
+    return tl.abs(x).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def largest_bits(x, axis: tl.constexpr):
-    """The largest magnitude along an axis as the bits of an fp32, by which NaN is larger than infinity."""
-    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis)
+    return tl.max(bits_of(x), axis)
 
 
 @triton.jit
@@ -49,14 +54,18 @@ def store_scales(factor_B, scale_ptr, stride_b, blocks, wanted, BLOCKWISE: tl.co
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _spread_rows_kernel(
-    x_ptr, row_ptr, out_ptr, scale_ptr, D, stride_t, num_rows,
+    x_ptr, row_ptr, out_ptr, scale_ptr, packed_ptr, packed_scale_ptr, D, stride_t, num_rows, W,
     K: tl.constexpr, BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr,
 ):  # fmt: skip
+    """``packed``: rows of W words, if the token itself is wanted as well."""
     token = tl.program_id(0).to(tl.int64)
     d_BC = places(BLOCKS)
     x_BC = tl.load(x_ptr + token * stride_t + d_BC, mask=d_BC < D, other=0.0).to(tl.float32)
     factor_B = factor_of(row_bits(x_BC, BLOCKWISE), not BLOCKWISE)
     out_BC = (x_BC * factor_B[:, None]).to(tl.float8e4nv)
+    if packed_ptr is not None:
+        tl.store(packed_ptr + token * W * 4 + d_BC, out_BC, mask=d_BC < D)
+        store_scales(factor_B, packed_scale_ptr + token * W + D // 4, 1, D // 128, True, BLOCKWISE)
     for k in tl.static_range(K):
         row = tl.load(row_ptr + token * K + k).to(tl.int64)
         tl.store(out_ptr + row * D + d_BC, out_BC, mask=(d_BC < D) & (row >= 0))

@@ -204,8 +204,8 @@ def wrong_column(result: Tensor) -> Tensor:
 
 
 MISTAKES = [
-    ("rows", next_block),
-    ("rows", wrong_scale_of_a_row),
+    ("spread", lambda result: (next_block(result[0]), result[1])),
+    ("spread", lambda result: (wrong_scale_of_a_row(result[0]), result[1])),
     ("swiglu", swapped_scales),
     ("swiglu", wrong_scale_of_a_row),
     ("output", wrong_row),

@@ -84,7 +84,14 @@ def row_cases():
             named = row_NK[row_NK >= 0].long()
             tokens = torch.cat((numbers(N, D, dtype), torch.zeros(N, 16, dtype=dtype)), dim=1)[:, :D]
             expected = quantize.spread_rows_fp8(tokens, row_NK, R, blockwise)
-            yield f"spread_rows_fp8 {case}", same_products(quantize._launch_spread(tokens, row_NK, R, blockwise), expected, named)
+            yield f"spread_rows_fp8 {case}", same_products(quantize.launch_spread(tokens, row_NK, R, blockwise), expected, named)
+
+
+def different_tokens(words_NW: Tensor, elements_ND: Tensor, scale: Tensor) -> float:
+    (N, D), scale_NS = elements_ND.shape, scale.view(-1, len(elements_ND)).t()
+    assert words_NW.shape == (N, packed_tokens.words_of_token(D, scale.ndim == 2))
+    wrong = different(words_NW[:, : D // 4].contiguous().view(quantize.E4M3), elements_ND)
+    return wrong + different(words_NW[:, D // 4 : D // 4 + scale_NS.shape[1]].view(torch.float32), scale_NS)
 
 
 def packed_cases():
@@ -99,15 +106,15 @@ def packed_cases():
             row_NK = row_P.view(N, K)
             for blockwise in (True, False) if D % 128 == 0 else (False,):
                 case = f"{dtype} {N}x{D}, {groups}, blockwise {blockwise}"
-                used = D // 4 + packed_tokens.scales_of_token(D, blockwise)
                 words = packed_tokens._launch_pack(x_ND, blockwise)
                 elements, scale = quantize.quantize_rows_reference(x_ND, blockwise)
                 for name, packed in (("kernel", words), ("op", packed_tokens.pack_tokens(x_ND, blockwise))):
-                    assert packed.shape == words.shape
-                    wrong = different(packed[:, : D // 4].contiguous().view(quantize.E4M3), elements)
-                    wrong += different(packed[:, D // 4 : used].view(torch.float32), scale.view(-1, N).t())
-                    yield f"pack_tokens {name} {case}", wrong
+                    yield f"pack_tokens {name} {case}", different_tokens(packed, elements, scale)
                 expected = quantize.spread_rows_fp8(x_ND, row_NK, count + 2, blockwise)
+                for name, op in (("kernel", packed_tokens._launch_spread_and_pack), ("op", packed_tokens.spread_and_pack)):
+                    *rows, again = op(x_ND, row_NK, count + 2, blockwise)
+                    wrong = same_products(rows, expected, slice(0, count)) + different_tokens(again, elements, scale)
+                    yield f"spread_and_pack {name} {case}", wrong
                 for name, op in (("kernel", packed_tokens._launch_spread), ("op", packed_tokens.spread_packed)):
                     actual = op(words, row_NK, count + 2, D, blockwise)
                     yield f"spread_packed {name} {case}", same_products(actual, expected, slice(0, count))
@@ -149,7 +156,7 @@ def swiglu_cases():
         (5, 384, 3, True),
         (5, 48, 4, False),
         (3, 144, 0, False),
-        (9, 256, 8, False),
+        (9, 528, 8, False),
         (0, 128, 0, True),
         (0, 64, 0, False),
     ):
@@ -176,14 +183,15 @@ def swiglu_cases():
         if not blockwise:
             # The same quantised alone, as what came out beside is.
             ways = (
-                swiglu_fp8._launch_backward(grad_RF, *arguments, False, None, False)[1:],
+                swiglu_fp8._launch_rowwise_backward(grad_RF, *arguments),
                 swiglu_fp8.weighted_swiglu_rowwise_backward(grad_RF, *arguments),
             )
             for way, found, beside in zip(("kernel", "op"), ways, (actual, expected), strict=True):
                 act = quantize.quantize_rows_reference(beside[4][filled], False)
                 wrong = same_products(tuple(x[filled] for x in found[:2]), tuple(x[filled] for x in beside[1:3]))
-                wrong += same_products(tuple(x[filled] for x in found[3:]), act) + different(found[2], beside[3])
+                wrong += same_products(tuple(x[filled] for x in found[3:]), act)
                 yield f"weighted_swiglu_rowwise_backward {way} {case}", wrong
+                yield f"weighted_swiglu_rowwise_backward {way}, weights {case}", far(found[2], beside[3], 1e-5) >= 1
         # The same pre-activations among others, from some row on.
         around = torch.randn(2, 2, F).bfloat16()
         among = torch.cat((around, gate_up_R2F, around))
@@ -207,6 +215,14 @@ def swiglu_cases():
         for name, i in (("gate_up", 0), ("act", 4)):
             yield f"weighted_swiglu_fp8_backward packed {name} {case}", far(read[i][filled], wanted[i][filled], BF16_ROUNDING)
         yield f"weighted_swiglu_fp8_backward packed weights {case}", far(read[3], wanted[3], 1e-5)
+        if not blockwise:
+            own = swiglu_fp8._launch_rowwise_backward(
+                grad_RF, torch.cat((around, packed, around)), *arguments[1:], torch.tensor([2])
+            )
+            act = quantize.quantize_rows_reference(wanted[4][filled], False)
+            wrong = same_products(tuple(x[filled] for x in own[:2]), tuple(x[filled] for x in wanted[1:3]))
+            wrong += same_products(tuple(x[filled] for x in own[3:]), act)
+            yield f"weighted_swiglu_rowwise_backward packed {case}", wrong
         elements, scale = actual[1:3]
         own = quantize.quantize_rows_reference(actual[0][filled].flatten(1), blockwise)
         yield f"weighted_swiglu_fp8_backward quantised {case}", same_products((elements[filled], scale[..., filled]), own)

@@ -16,7 +16,7 @@ def errors() -> dict[str, float]:
     return errors_of("fp8_cases.py")
 
 
-PACKED = ["pack_tokens", "spread_packed"]
+PACKED = ["pack_tokens", "spread_packed", "spread_and_pack"]
 EXACT = ["quantize_rows", "spread_rows_fp8", "quantize_tiles", "weighted_swiglu_rowwise_backward", *PACKED]
 ROUNDED = ["cross_entropy_backward_fp8", "weighted_swiglu_fp8", "weighted_swiglu_fp8_backward"]
 
@@ -49,6 +49,7 @@ def test_quantisers_are_registered_correctly(blockwise) -> None:
     words = packed_tokens.pack_tokens(x, blockwise)
     for num_rows in (None, torch.tensor([4])):
         check(packed_tokens.pack_tokens, (x, blockwise, num_rows), test_utils=OPCHECKS)
+    check(packed_tokens.spread_and_pack, (x, torch.arange(12).view(6, 2).flip(0), 12, blockwise), test_utils=OPCHECKS)
     check(packed_tokens.spread_packed, (words, torch.arange(12).view(6, 2).flip(0), 12, 256, blockwise), test_utils=OPCHECKS)
     check(packed_tokens.quantize_packed_columns, (words, 256, ends, blockwise, torch.arange(7), 2), test_utils=OPCHECKS)
     check(quantize.quantize_tiles, (torch.randn(2, 256, 128), blockwise), test_utils=OPCHECKS)
