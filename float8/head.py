@@ -10,7 +10,7 @@ from torch import Tensor
 
 from float8.emulation import input_grad, output
 from float8.recipes import Recipe
-from float8.rowwise_product import rowwise_product
+from float8.scaled_products import rowwise_product
 from kernels.cross_entropy import HeadProducts, cross_entropy_backward_, cross_entropy_backward_fp8_
 from kernels.quantize import quantize_columns, quantize_rows
 

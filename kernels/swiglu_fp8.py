@@ -22,8 +22,8 @@ def _warps(F: int) -> int:
 
 
 def _chunks(F: int) -> dict[str, int]:
-    """How kernels with a scale a row go through it."""
-    chunk, warps = (256, 1) if F <= 1024 else (512, 2)
+    """How kernels with a scale a row go through it: the fastest of those tried for rows of 768, 1408 and 2048 on an H200."""
+    chunk, warps = (256, 1) if F <= 1024 else (512, 4) if F <= 1536 else (1024, 2 if F <= 2048 else 8)
     return {"CHUNKS": triton.cdiv(F, chunk), "CHUNK": chunk, "num_warps": warps}
 
 

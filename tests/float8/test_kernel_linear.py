@@ -38,9 +38,10 @@ def test_equals_its_emulation(rows, recipe, compiled) -> None:
     assert errors[0] > 1e-3 and max(errors) < 5e-2  # a weight gradient of one row has a scale for each of its numbers
 
 
-def test_layers_share_a_quantised_input() -> None:
-    """Compiled, its rows are quantised once, and its columns."""
-    layers = nn.ModuleList(KernelLinear(nn.Linear(256, 128, bias=False, dtype=torch.bfloat16), True) for _ in range(3))
+@pytest.mark.parametrize("blockwise", [False, True])
+def test_layers_share_a_quantised_input(blockwise) -> None:
+    """Compiled, its rows are quantised once, and turned once."""
+    layers = nn.ModuleList(KernelLinear(nn.Linear(256, 128, bias=False, dtype=torch.bfloat16), blockwise) for _ in range(3))
     graphs = []
 
     def keep(graph: torch.fx.GraphModule, _) -> torch.fx.GraphModule:
@@ -51,6 +52,11 @@ def test_layers_share_a_quantised_input() -> None:
     x = torch.randn(5, 256).bfloat16().requires_grad_()
     torch.compile(lambda x: sum(layer(x) for layer in layers), backend=backend, fullgraph=True)(x).sum().backward()
     forward, backward = graphs
-    assert forward.count("moe_titan.quantize_rows") == 1 and forward.count("moe_titan.grouped_mm_fp8.") == 3
-    # All three have the same gradient here.
-    assert backward.count("moe_titan.quantize_columns") == 2 and backward.count("moe_titan.grouped_mm_fp8.") == 3
+    inputs = "moe_titan.quantize_rows"
+    if blockwise:
+        assert forward.count(inputs) == 1 and forward.count("moe_titan.grouped_mm_fp8.") == 3
+        # All three have the same gradient here.
+        assert backward.count("moe_titan.quantize_columns") == 2 and backward.count("moe_titan.grouped_mm_fp8.") == 3
+    else:
+        assert forward.count(inputs) == 4  # and of three weights
+        assert backward.count(inputs) == 1 and backward.count("moe_titan.turn_scaled_rows") == 2
