@@ -138,9 +138,10 @@ def test_swiglu(poisoned, recipe, packed, width) -> None:
     assert same(actual[1][used], elements[used]) and same(actual[2][..., used], scale[..., used])
     if not blockwise:
         own = poisoned(swiglu_fp8.weighted_swiglu_rowwise_backward, grad_RF, *arguments[:-1])
-        wanted = elements, scale, actual[3], *quantize.quantize_rows(actual[4], count, False)
-        for i, (mine, other) in enumerate(zip(own, wanted, strict=True)):
-            assert same(mine, other) if i == 2 else same(mine[used], other[used])
+        for mine, wanted in ((own[:2], (elements, scale)), (own[3:], quantize.quantize_rows(actual[4], count, False))):
+            for part, expected in zip(mine, wanted, strict=True):  # up to roundings to bf16
+                assert (part[used].float() != expected[used].float()).double().mean() < 5e-3
+        assert relative_error(own[2], actual[3]) < 1e-5
 
 
 @RECIPE
