@@ -60,12 +60,13 @@ def compare(dispatcher: Dispatcher, rank: int, experts: slice) -> dict[bool, dic
             assert torch.equal(packed[name], plain[name]), name
         wide = [layer(dispatcher, x, rank, experts, blockwise, packs, True) for x, packs in ((x_TD, True), (rounded_TD, False))]
         assert all(torch.equal(wide[0][name], wide[1][name]) for name in ("w2", "w13"))
-        # The weight gradient quantises the tokens the other way, from what has arrived.
-        assert 0 < error(packed["w13"], plain["w13"]) < 0.04
         if blockwise:
+            # The weight gradient quantises the tokens the other way, from what has arrived.
+            assert 0 < error(packed["w13"], plain["w13"]) < 0.04
             assert error(packed["w13"], rounded["w13"]) < 4e-3  # `rounded` to bf16, which these scales need not fit
         else:
-            assert all(torch.equal(packed[name], rounded[name]) for name in NAMES)
+            # Tokens are quantised once, wherever.
+            assert all(torch.equal(packed[name], other[name]) for other in (plain, rounded) for name in NAMES)
         results[blockwise] = packed
     return results
 
