@@ -1,6 +1,7 @@
 """The output projection in low precision: its logits, and the gradient of what comes in.
 
-The weight's gradient stays as it is: to quantise both its operands along the tokens costs what the product would save.
+The weight's gradient stays as it is: it is added up over slices of the tokens in fp32, in the product, which FP8 products of torch
+cannot do.
 """
 
 from functools import cached_property
