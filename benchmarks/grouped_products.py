@@ -92,11 +92,12 @@ def given_to_torch(x_RK: Tensor, grad_RN: Tensor, w_ENK: Tensor, ends_E: Tensor)
 
 
 def from_bf16(x_RK: Tensor, grad_RN: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Runs:
-    """Our products with everything that quantises their operands; rows are quantised once for each use."""
+    """Our products with everything that quantises their operands; of rowwise rows, which training has from forward, too."""
 
     def backward(products: Products) -> None:
-        products.input_grad(grad_RN, w_ENK, ends_E)
-        products.weight_grad(grad_RN, x_RK, ends_E)
+        operand, grad = products.output_grad(grad_RN, ends_E[-1:])
+        products.input_grad(operand, w_ENK, ends_E)
+        products.weight_grad(grad, x_RK, ends_E)
 
     kinds = {"bf16": HIGH_PRECISION} | {recipe: expert_products(recipe, Float8Options()) for recipe in RECIPES}
     runs: Runs = {}

@@ -1,6 +1,6 @@
 """The output projection in low precision: its logits, and the gradient of what comes in.
 
-The weight's gradient stays as it is: it is added up over slices of the tokens in fp32, in the product, which FP8 products of torch
+The weight's gradient stays as it is: it is added up over slices of the tokens in fp32, in the product, which torch's FP8 products
 cannot do.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from float8.emulation import input_grad, output
 from float8.recipes import Recipe
-from float8.scaled_products import rowwise_product
+from float8.rowwise_product import rowwise_product
 from kernels.cross_entropy import HeadProducts, cross_entropy_backward_, cross_entropy_backward_fp8_
 from kernels.quantize import quantize_columns, quantize_rows
 

@@ -6,58 +6,48 @@ activation that several layers share quantised once.
 """
 
 import torch
+import triton
 from torch import Tensor, nn
 
-from float8.scaled_products import rowwise_product, scaled_product
+from float8.rowwise_product import rowwise_product
 from float8.shards import on_shards
 from kernels.grouped_mm_fp8 import grouped_mm_fp8, grouped_mm_fp8_weight_grad
-from kernels.quantize import quantize_columns, quantize_rows, quantize_weights
-from kernels.turn_rows import turn_scaled_rows
+from kernels.quantize import BLOCK, quantize_columns, quantize_rows, quantize_weights
 
 
 def _one_group(rows: Tensor) -> Tensor:
     return rows.new_full((1,), len(rows), dtype=torch.int32)
 
 
-def _product(rows: tuple[Tensor, Tensor], w_NK: Tensor, blockwise: bool, transposed: bool) -> Tensor:
-    weight_1NK, scale = quantize_weights(w_NK[None], blockwise, transposed)
-    if blockwise:
-        return grouped_mm_fp8(*rows, weight_1NK, scale, _one_group(rows[0]), True)
-    return rowwise_product(*rows, weight_1NK[0], scale[0], w_NK.dtype, fast=True)
-
-
-def _blockwise_weight_grad(grad_RN: Tensor, x_RK: Tensor) -> Tensor:
+def _product(x_RK: Tensor, w_NK: Tensor, blockwise: bool, transposed: bool) -> Tensor:
     ends = _one_group(x_RK)
-    (grad_NW, grad_scale, _), columns = quantize_columns(grad_RN, ends, True), quantize_columns(x_RK, ends, True)
-    return grouped_mm_fp8_weight_grad(grad_NW, grad_scale, *columns, True)[0]
+    rows, (weight_1NK, scale) = quantize_rows(x_RK, ends, blockwise), quantize_weights(w_NK[None], blockwise, transposed)
+    if blockwise:
+        return grouped_mm_fp8(*rows, weight_1NK, scale, ends, True)
+    return rowwise_product(*rows, weight_1NK[0], scale[0], x_RK.dtype, fast=True)
 
 
-def _rowwise_weight_grad(grad_RN: Tensor, grad_scale_R: Tensor, x_RK: Tensor, x_scale_R: Tensor) -> Tensor:
-    """Of the elements of both; the gradient's take on the scales of both, relative to the largest product of two."""
-    scale_R = grad_scale_R * x_scale_R
-    largest = scale_R.amax()
-    grad_NW, x_KW = turn_scaled_rows(grad_RN, scale_R / largest), turn_scaled_rows(x_RK, 1 / x_scale_R)
-    return scaled_product(grad_NW, x_KW, largest, x_RK.dtype)
+def _weight_grad(grad_RN: Tensor, x_RK: Tensor, blockwise: bool) -> Tensor:
+    ends = _one_group(x_RK)
+    (grad_NW, grad_scale, _), columns = quantize_columns(grad_RN, ends, blockwise), quantize_columns(x_RK, ends, blockwise)
+    if blockwise:
+        return grouped_mm_fp8_weight_grad(grad_NW, grad_scale, *columns, True)[0]
+    width, (x_KW, x_scale, _) = triton.cdiv(len(x_RK), BLOCK) * BLOCK, columns
+    return rowwise_product(grad_NW[:, :width], grad_scale[0], x_KW[:, :width], x_scale[0], x_RK.dtype, fast=False)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RK: Tensor, w_NK: Tensor, blockwise: bool) -> Tensor:
         ctx.blockwise = blockwise
-        rows = quantize_rows(x_RK, _one_group(x_RK), blockwise)
-        ctx.save_for_backward(x_RK, w_NK, None if blockwise else rows[1])
-        return _product(rows, w_NK, blockwise, False)
+        ctx.save_for_backward(x_RK, w_NK)
+        return _product(x_RK, w_NK, blockwise, False)
 
     @staticmethod
     def backward(ctx, grad_RN: Tensor) -> tuple[Tensor, Tensor, None]:
-        x_RK, w_NK, x_scale_R = ctx.saved_tensors
+        x_RK, w_NK = ctx.saved_tensors
         grad_RN = grad_RN.contiguous()
-        rows = quantize_rows(grad_RN, _one_group(grad_RN), ctx.blockwise)
-        if ctx.blockwise:
-            grad_NK = _blockwise_weight_grad(grad_RN, x_RK)
-        else:
-            grad_NK = _rowwise_weight_grad(*rows, x_RK, x_scale_R)
-        return _product(rows, w_NK, ctx.blockwise, True), grad_NK, None
+        return _product(grad_RN, w_NK, ctx.blockwise, True), _weight_grad(grad_RN, x_RK, ctx.blockwise), None
 
 
 class KernelLinear(nn.Linear):

@@ -4,7 +4,7 @@ A quantised operand is a tensor of small floating-point elements and one scale f
 that the product sums over. The recipes are those of Megatron-Core and torchao: ``tensorwise`` (E4M3, gradients E5M2), ``rowwise``
 (power-of-two scales), ``blockwise`` (arXiv 2412.19437), ``mxfp8`` (OCP Microscaling, scales rounded up so that nothing saturates)
 and ``nvfp4`` (arXiv 2509.25149: two levels of scales, square weight blocks, stochastically rounded gradients, and operands of the
-weight gradient rotated by a Hadamard matrix). Rows of experts with power-of-two scales are quantised once for all three products.
+weight gradient rotated by a Hadamard matrix). Experts' rows with power-of-two scales are quantised once.
 """
 
 from dataclasses import dataclass
@@ -115,8 +115,7 @@ class Quantizer:
 class Recipe:
     """``tile`` divides both sizes of a weight that kernels can multiply.
 
-    ``hadamard``: rotate the weight gradient's operands. ``turns_rows``: it takes rows as the other products quantise them, see
-    :func:`turned_rows` and :func:`turned_pair`.
+    ``hadamard``: rotate the weight gradient's operands. ``turns_rows``: experts' weight gradients are of :func:`turned_rows`.
     """
 
     input: Quantizer
@@ -152,7 +151,7 @@ TURNED_ROWS = 128
 
 
 def turned_rows(quantizer: Quantizer, x_RK: Tensor) -> Tensor:
-    """Rows of an expert quantised for a product over dimension 1 as a product over the rows sees them, in fp32 (fp64 for fp64).
+    """Rows quantised for a product over dimension 1 as a product over the rows sees them, in fp32 (fp64 for fp64).
 
     The elements of each 128 rows, whose number R is a multiple of, become those of the largest of their scales; all of these are
     powers of two, so that only what is less than the format's smallest number is rounded once more.
@@ -161,19 +160,6 @@ def turned_rows(quantizer: Quantizer, x_RK: Tensor) -> Tensor:
     wide = torch.promote_types(x_RK.dtype, torch.float32)
     largest_R1 = scale_R1.unflatten(0, (-1, TURNED_ROWS)).amax(1).repeat_interleave(TURNED_ROWS, 0)
     return (elements_RK.to(wide) * (scale_R1 / largest_R1)).to(elements_RK.dtype).to(wide) * largest_R1
-
-
-def turned_pair(recipe: Recipe, grad_RN: Tensor, x_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient and input of a linear layer, quantised for products over dimension 1, as one over the rows sees them.
-
-    That multiplies both operands' elements, of which the gradient's take on both scales, relative to the largest product of two:
-    what is rounded once more are the rows that weigh least.
-    """
-    wide = torch.promote_types(x_RK.dtype, torch.float32)
-    (grad_RN, grad_scale_R1), (x_RK, x_scale_R1) = recipe.grad.quantize(grad_RN, 1), recipe.input.quantize(x_RK, 1)
-    scale_R1 = grad_scale_R1 * x_scale_R1
-    largest = scale_R1.amax()
-    return (grad_RN.to(wide) * (scale_R1 / largest)).to(grad_RN.dtype).to(wide) * largest, x_RK.to(wide)
 
 
 def rotate_rows(x_RK: Tensor) -> Tensor:

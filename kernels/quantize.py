@@ -3,7 +3,8 @@
 An operand is its elements times its scales. Two kinds of scales, of which the second is called ``blockwise``: a power of two for
 all that one sum runs over, and one of full precision for 128 by 128 numbers of a weight or 128 in a row of another operand.
 Tensor cores of Hopper multiply FP8 only if both operands store side by side what is summed over: what is needed in both
-directions is quantised, and stored, twice. A row or block without a finite maximum becomes NaN in products.
+directions is stored twice, and quantised twice but for what :mod:`kernels.turn_rows` turns. A row or block without a finite
+maximum becomes NaN in products.
 """
 
 import torch

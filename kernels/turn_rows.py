@@ -1,7 +1,8 @@
 """Rows of FP8 operands turned for a weight gradient, so that a tensor is quantised once for both its uses.
 
-A weight gradient sums over rows, each of which has a scale of its own. Scales are powers of two: a row is brought to another's
-scale by a change of its elements' exponents, which loses nothing but what becomes smaller than E4M3's smallest number.
+A weight gradient sums over rows, each of which has a scale of its own. Scales are powers of two: rows are brought to the largest
+scale of 128 of them by a change of their elements' exponents, which loses nothing but what becomes smaller than E4M3's smallest:
+a row's elements keep all of their bits down to 2^-14 of the largest number of the 128 rows.
 """
 
 import torch
@@ -43,16 +44,15 @@ def launch_turn_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from kernels.group_pieces import PIECE, WARPS
     from kernels.launch import launch  # takes Gluon, as the kernel does
-    from kernels.turn_rows_kernels import _turn_rows_kernel, columns
+    from kernels.turn_rows_kernels import COLUMNS, _turn_rows_kernel
 
     rows, C, E = len(x) if pair_R is None else len(pair_R), x.shape[1], len(offsets_E)
     elements_CW, scale_B, ends_E = _empty(x, rows, E)
-    parts = triton.cdiv(C, columns(1)) * (triton.cdiv(rows, BLOCK * PIECE.value) + E)
+    parts = triton.cdiv(C, COLUMNS.value) * (triton.cdiv(rows, BLOCK * PIECE.value) + E)
     launch(
         _turn_rows_kernel, programs(parts, x.device, FEW), x, x_scale, pair_R, offsets_E, elements_CW, scale_B, ends_E,
         C, E, elements_CW.shape[1], x.stride(0), x_scale.stride(0),
         options={"num_warps": WARPS.value}, CHOICES=0 if pair_R is None else choices, E_P=triton.next_power_of_2(E),
-        COLUMNS=columns(1),
     )  # fmt: skip
     return elements_CW, scale_B, ends_E
 
@@ -61,9 +61,7 @@ def launch_turn_rows(
 def turn_rows(
     x_RC: Tensor, scale_R: Tensor, offsets_E: Tensor, pair_R: Tensor | None = None, choices: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns groups of rows of elements, and brings them to the largest scale of each 128.
-
-    An element keeps all of its bits down to 2^-14 of the largest number of the 128 rows.
+    """Turns groups of rows of elements with a power-of-two scale each.
 
     Args:
         x_RC: [R, C] E4M3, the numbers of a row side by side; with ``pair_R`` [N, C], of which row r of R is
@@ -87,45 +85,3 @@ def _(
     x_RC: Tensor, scale_R: Tensor, offsets_E: Tensor, pair_R: Tensor | None = None, choices: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _empty(x_RC, len(x_RC) if pair_R is None else len(pair_R), len(offsets_E))
-
-
-def _columns_of(x_RC: Tensor) -> Tensor:
-    return x_RC.new_empty(x_RC.shape[1], max(triton.cdiv(len(x_RC), BLOCK), 1) * BLOCK, dtype=E4M3)
-
-
-def turn_scaled_rows_reference(x_RC: Tensor, factor_R: Tensor) -> Tensor:
-    elements_RC = (x_RC.float() * factor_R[:, None]).to(E4M3).view(torch.uint8)
-    missing = _columns_of(x_RC).shape[1] - len(x_RC)
-    return torch.nn.functional.pad(elements_RC.t(), (0, missing)).contiguous().view(E4M3)
-
-
-def launch_turn_scaled_rows(x_RC: Tensor, factor_R: Tensor) -> Tensor:
-    from kernels.group_pieces import WARPS
-    from kernels.launch import launch
-    from kernels.turn_rows_kernels import _turn_scaled_rows_kernel, columns
-
-    (R, C), out_CW, x_RC = x_RC.shape, _columns_of(x_RC), x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
-    width = columns(x_RC.itemsize)
-    launch(
-        _turn_scaled_rows_kernel, (out_CW.shape[1] // BLOCK, triton.cdiv(C, width)), x_RC, factor_R.contiguous(), out_CW,
-        R, C, out_CW.shape[1], x_RC.stride(0), options={"num_warps": WARPS.value}, COLUMNS=width,
-    )  # fmt: skip
-    return out_CW
-
-
-@op("turn_scaled_rows")
-def turn_scaled_rows(x_RC: Tensor, factor_R: Tensor) -> Tensor:
-    """Turns rows times their factors.
-
-    Args:
-        x_RC: [R, C] E4M3 or bf16.
-        factor_R: [R] fp32, powers of two or NaN, by which no number exceeds E4M3's largest; at most 1 for E4M3.
-    Returns:
-        [C, W] E4M3, zeros from R on; W is R rounded up to a multiple of 128, at least 128.
-    """
-    return (launch_turn_scaled_rows if x_RC.is_cuda else turn_scaled_rows_reference)(x_RC, factor_R)
-
-
-@torch.library.register_fake(turn_scaled_rows)
-def _(x_RC: Tensor, factor_R: Tensor) -> Tensor:
-    return _columns_of(x_RC)

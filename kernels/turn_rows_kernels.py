@@ -1,8 +1,7 @@
-"""The kernels of :mod:`kernels.turn_rows`, in Gluon.
+"""The kernel behind :func:`kernels.turn_rows.turn_rows`, in Gluon.
 
-What turns a block without a detour: a thread holds 16 rows of as many columns as have eight bytes, so that half a warp reads 128
-bytes of a row in one piece, and the thread's part of a column is 16 bytes side by side on the way out, which its other half
-continues.
+What turns a block without a detour: a thread holds 16 rows of eight columns, so that half a warp reads a row's 128 elements in
+one piece, and the thread's part of a column is 16 bytes side by side on the way out, which its other half continues.
 """
 
 from triton.experimental import gluon
@@ -10,27 +9,17 @@ from triton.experimental.gluon import language as gl
 
 from kernels.group_pieces import ROWS, groups, in_a_warp, place_of, store_end
 
-
-def columns(itemsize: int) -> int:
-    """Of a block of numbers of so many bytes."""
-    return 128 // itemsize
-
-
-@gluon.constexpr_function
-def _read_layout(columns):
-    return gl.BlockedLayout([16, columns // 16], [2, 16], [4, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _written_layout(columns):
-    mine = columns // 16
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8]] + [[1 << i, 0] for i in range(mine.bit_length() - 1)],
-        lane_bases=[[mine << i, 0] for i in range(4)] + [[0, 16]],
+COLUMNS = gl.constexpr(128)
+READ = gl.constexpr(gl.BlockedLayout([16, 8], [2, 16], [4, 1], [1, 0]))
+WRITTEN = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        lane_bases=[[8, 0], [16, 0], [32, 0], [64, 0], [0, 16]],
         warp_bases=[[0, 32], [0, 64]],
         block_bases=[],
-        shape=[columns, 128],
+        shape=[128, 128],
     )
+)
 
 
 @gluon.jit
@@ -53,49 +42,36 @@ def _largest_scale(scale_ptr, scale_stride_r, pair_ptr, row, end, CHOICES: gl.co
 
 
 @gluon.jit
-def _load(x_ptr, at_R, mask_R, slab, C, stride_r: gl.constexpr, COLUMNS: gl.constexpr):
-    c_C = slab * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, _read_layout(COLUMNS)))
-    mask_RC = mask_R[:, None] & (c_C < C)[None, :]
-    return gl.load(x_ptr + at_R[:, None] * stride_r + c_C[None, :], mask=mask_RC, other=0.0)
-
-
-@gluon.jit
-def _store_turned(out_ptr, x_RC, factor_R, block, slab, C, W, COLUMNS: gl.constexpr):
-    """Rows times their factors, as a block of columns."""
-    WRITTEN: gl.constexpr = _written_layout(COLUMNS)
-    # Of elements of E4M3 the narrow product is exact, but for what is less than half of their smallest number.
-    wide: gl.constexpr = gl.float16 if x_RC.dtype == gl.float8e4nv else gl.float32
-    x_RC = x_RC.to(wide) * factor_R.to(wide)[:, None]
-    turned_CR = gl.convert_layout(gl.permute(x_RC, (1, 0)), WRITTEN)
-    of_C = slab * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, WRITTEN))
-    to_R = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, WRITTEN))
-    to_CR = out_ptr + of_C[:, None].to(gl.int64) * W + to_R[None, :]
-    gl.store(to_CR, turned_CR.to(gl.float8e4nv), mask=(of_C < C)[:, None])
-
-
-@gluon.jit
-def _turn_piece(source, result, slab, place, C, W, stride_r: gl.constexpr, CHOICES: gl.constexpr, COLUMNS: gl.constexpr):
+def _turn_piece(source, result, slab, place, C, W, stride_r: gl.constexpr, CHOICES: gl.constexpr):
     x_ptr, x_scale_ptr, scale_stride_r, pair_ptr = source
     out_ptr, scale_ptr, ends_ptr = result
     e, begin, end, _, block, behind, ahead = place
     if slab + block == 0:
         store_end(ends_ptr, e, begin, end, ahead)
+    c_C = slab * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, READ))
+    of_C = slab * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, WRITTEN))
     for at in range(block, behind):
         row = begin + at * ROWS
-        at_R, mask_R = _places(pair_ptr, row, end, gl.SliceLayout(1, _read_layout(COLUMNS)), CHOICES)
-        x_RC = _load(x_ptr, at_R, mask_R, slab, C, stride_r, COLUMNS)
+        at_R, mask_R = _places(pair_ptr, row, end, gl.SliceLayout(1, READ), CHOICES)
+        mask_RC = mask_R[:, None] & (c_C < C)[None, :]
+        x_RC = gl.load(x_ptr + at_R[:, None] * stride_r + c_C[None, :], mask=mask_RC, other=0.0)
         scale_R = gl.load(x_scale_ptr + at_R * scale_stride_r, mask=mask_R, other=0.0)
         largest = _largest_scale(x_scale_ptr, scale_stride_r, pair_ptr, row, end, CHOICES)
         if slab == 0:
             gl.store(scale_ptr + ahead + at, largest)
-        _store_turned(out_ptr, x_RC, scale_R * gl.div_rn(1.0, largest), ahead + at, slab, C, W, COLUMNS)
+        # Exact, but for what is less than half of E4M3's smallest number.
+        x_RC = x_RC.to(gl.float16) * (scale_R * gl.div_rn(1.0, largest)).to(gl.float16)[:, None]
+        turned_CR = gl.convert_layout(gl.permute(x_RC, (1, 0)), WRITTEN)
+        to_R = (ahead + at) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, WRITTEN))
+        to_CR = out_ptr + of_C[:, None].to(gl.int64) * W + to_R[None, :]
+        gl.store(to_CR, turned_CR.to(gl.float8e4nv), mask=(of_C < C)[:, None])
 
 
 @gluon.jit
 def _turn_rows_kernel(
     x_ptr, x_scale_ptr, pair_ptr, offsets_ptr, out_ptr, scale_ptr, ends_ptr, C, E, W,
     stride_r: gl.constexpr, scale_stride_r,
-    CHOICES: gl.constexpr, E_P: gl.constexpr, COLUMNS: gl.constexpr,
+    CHOICES: gl.constexpr, E_P: gl.constexpr,
 ):  # fmt: skip
     """Turns the rows of groups, 128 rows of 128 columns at a time, whose elements become multiples of their largest scale.
 
@@ -105,14 +81,4 @@ def _turn_rows_kernel(
     _, _, _, pieces_E = groups(offsets_ptr, E, E_P)
     pieces, slabs = gl.sum(pieces_E, 0), gl.cdiv(C, COLUMNS)
     for i in range(gl.program_id(0), slabs * pieces, gl.num_programs(0)):
-        _turn_piece(source, result, i // pieces, place_of(offsets_ptr, i % pieces, E, E_P), C, W, stride_r, CHOICES, COLUMNS)
-
-
-@gluon.jit
-def _turn_scaled_rows_kernel(x_ptr, factor_ptr, out_ptr, R, C, W, stride_r: gl.constexpr, COLUMNS: gl.constexpr):
-    """Rows times their factors, a block a program."""
-    block, slab = gl.program_id(0), gl.program_id(1)
-    at_R, mask_R = _places(None, block * ROWS, R, gl.SliceLayout(1, _read_layout(COLUMNS)), 0)
-    x_RC = _load(x_ptr, at_R, mask_R, slab, C, stride_r, COLUMNS)
-    factor_R = gl.load(factor_ptr + at_R, mask=mask_R, other=0.0)
-    _store_turned(out_ptr, x_RC, factor_R, block, slab, C, W, COLUMNS)
+        _turn_piece(source, result, i // pieces, place_of(offsets_ptr, i % pieces, E, E_P), C, W, stride_r, CHOICES)

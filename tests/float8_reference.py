@@ -73,22 +73,6 @@ def simulate_turned(x: Tensor, recipe: str, operand: str) -> Tensor:
     return torch.from_numpy(out)
 
 
-def simulate_pair(grad: Tensor, x: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
-    """Gradient and input with a scale for each row as their product over the rows sees them: the input's elements, and the
-    gradient's in multiples of the largest product of two scales."""
-    scales, elements = [], []
-    for each, operand in ((grad, "grad"), (x, "input")):
-        element, block, kind = FORMATS[recipe][operand]
-        assert block == (1, 0)
-        largest = np.float32(representable(element)[-1])
-        amax = np.float32(np.abs(each.double().numpy()).max(1))
-        scales.append(np.array([_scale(a, kind, largest, np.float32(1))[1] for a in amax])[:, None])
-        elements.append(simulate(each, 1, recipe, operand).numpy() / scales[-1])
-    both = scales[0] * scales[1]
-    turned = nearest(elements[0] * (both / both.max()), FORMATS[recipe]["grad"][0]) * both.max()
-    return torch.from_numpy(turned), torch.from_numpy(elements[1])
-
-
 def _scale(amax: np.float32, kind: str, largest: np.float32, whole: np.float32) -> tuple[np.float32, np.float64]:
     if kind == "e8m0":
         exponent = -127

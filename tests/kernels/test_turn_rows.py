@@ -99,39 +99,3 @@ def test_kernel_fits_a_multiprocessor(monkeypatch, tmp_path, packed) -> None:
     assert "0 bytes spill stores, 0 bytes spill loads" in said
     registers = int(re.search(r"Used (\d+) registers", said)[1])
     assert 3 * 32 * group_pieces.WARPS.value * registers <= 65536
-
-
-def bf16_rows(R: int, C: int) -> tuple[Tensor, Tensor]:
-    """And the inverses of their scales."""
-    x_RC = numbers(R, C)
-    return x_RC, 1 / quantized(x_RC)[1]
-
-
-@pytest.mark.parametrize("dtype", [quantize.E4M3, torch.bfloat16])
-@pytest.mark.parametrize(("R", "C"), [(1, 16), (128, 144), (300, 80), (257, 272)])
-def test_scaled_rows(monkeypatch, R, C, dtype) -> None:
-    """The kernel equals its reference, which has the elements of rows turned, and less of them where a factor is small."""
-    monkeypatch.setattr(turn_rows_kernels, "_turn_scaled_rows_kernel", OnThreads(turn_rows_kernels._turn_scaled_rows_kernel, 3))
-    x_RC, factor_R = bf16_rows(R, C)
-    elements_RC, _ = quantized(x_RC)
-    expected = turn_rows.turn_scaled_rows(x_RC, factor_R)
-    assert same(expected[:, :R], elements_RC.t().contiguous()) and not expected[:, R:].float().any()
-    if dtype == quantize.E4M3:
-        x_RC, factor_R = elements_RC, 2.0 ** -torch.randint(0, 40, (R,)).float()
-        expected = turn_rows.turn_scaled_rows(x_RC, factor_R)
-        close = (elements_RC.float() * factor_R[:, None]).t()
-        assert ((expected[:, :R].float() - close).abs() <= 2.0**-10 + close.abs() / 16).all()
-    factor_R[R // 2] = torch.nan
-    actual = turn_rows.launch_turn_scaled_rows(x_RC, factor_R)
-    assert same(actual, turn_rows.turn_scaled_rows(x_RC, factor_R)) and actual[:, R // 2].float().isnan().all()
-    assert (stored[actual.data_ptr()] == 1).all()
-
-
-@pytest.mark.parametrize("dtype", [quantize.E4M3, torch.bfloat16])
-def test_kernel_of_scaled_rows_fits_a_multiprocessor(monkeypatch, tmp_path, dtype) -> None:
-    kernel, launched = turn_rows_kernels._turn_scaled_rows_kernel, Recorded()
-    monkeypatch.setattr(turn_rows_kernels, "_turn_scaled_rows_kernel", launched)
-    turn_rows.launch_turn_scaled_rows(torch.zeros(9, 256, dtype=dtype), torch.ones(9))
-    said = compiled_for_hopper(kernel, launched, tmp_path)[1]
-    assert "0 bytes spill stores, 0 bytes spill loads" in said
-    assert 3 * 32 * group_pieces.WARPS.value * int(re.search(r"Used (\d+) registers", said)[1]) <= 65536

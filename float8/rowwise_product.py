@@ -1,23 +1,11 @@
-"""Products of two FP8 matrices, by torch."""
+"""The product of two FP8 matrices whose rows have a scale each."""
 
 import torch
 from torch import Tensor
 
 
-def scaled_product(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``scale * a @ b^T``, [M, N] in ``dtype``, with sums as long as those over tokens.
-
-    Args:
-        a_MK, b_NK: E4M3, the numbers of a row side by side; M, N and K are multiples of 16.
-        scale: one number, fp32.
-    """
-    if not a_MK.is_cuda:
-        return ((a_MK.float() @ b_NK.float().t()) * scale).to(dtype)
-    return torch._scaled_mm(a_MK, b_NK.t(), scale_a=scale, scale_b=torch.ones_like(scale), out_dtype=dtype, use_fast_accum=False)
-
-
 def rowwise_product(a_MK: Tensor, a_scale_M: Tensor, b_NK: Tensor, b_scale_N: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """``(a * a_scale) @ (b * b_scale)^T``, [M, N] in ``dtype``, with a scale for each row of both.
+    """``(a * a_scale) @ (b * b_scale)^T``, [M, N] in ``dtype``.
 
     Args:
         a_MK, b_NK: E4M3, the numbers of a row side by side; N and K are multiples of 16.
