@@ -67,7 +67,8 @@ class Shape:
     def saved_bytes(self, run: str = "ours") -> int:
         """What one layer saves for backward beside its parameters: see docs/moe.md."""
         of_row = 4 * words_of_token(2 * self.F, "blockwise" in run) if SAVED in run else 4 * self.F
-        of_token = 4 * words_of_token(self.D, False) if "rowwise" in run else 0  # the router keeps it in bf16
+        packed = "rowwise" in run and WIDE_GRAD not in run
+        of_token = 4 * words_of_token(self.D, False) if packed else 0  # the router keeps it in bf16
         return self.R * (of_row + 20) + self.T * (2 * self.D + 4 * self.E + of_token) + 4 * self.E
 
 
