@@ -55,6 +55,7 @@ def operands(N: int, K: int, groups_E: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def of_weight_grad(rows: Tensor, ends_E: Tensor, blockwise: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Elements, scales, and ends of the groups among them, as the experts' products make them of bf16 rows."""
     if blockwise:
         return quantize_columns(rows, ends_E, True)
     return turn_rows(*quantize_rows(rows, ends_E[-1:], False), ends_E)

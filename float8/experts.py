@@ -29,8 +29,8 @@ class Float8Products(Products):
     """Products of the recipes "rowwise" and "blockwise" in FP8, for tokens and weights in bf16.
 
     An operand is its elements and its scales; what is given in bf16 is quantised first. A weight is quantised where it is used,
-    in the direction of that use, and kept only while :meth:`keeping_weights`. Rows with a scale each are quantised once for all
-    products, and turned for a weight gradient; others once more in the other direction. ``packs_kept``: backward gets the
+    in the direction of that use, and kept only while :meth:`keeping_weights`. Rows with a scale each are quantised once for
+    both products, and turned for a weight gradient; others once more in the other direction. ``packs_kept``: backward gets the
     pre-activations as the recipe quantises rows.
     """
 
@@ -130,7 +130,7 @@ class Float8Products(Products):
             return quantize_columns(x_RC, offsets_E, True)
         x_ND, pair_R, row_NK = x_RC
         if isinstance(x_ND, PackedTokens):
-            return quantize_packed_columns(x_ND.words_NW, x_ND.D, offsets_E, True, pair_R, row_NK.shape[1])
+            return quantize_packed_columns(x_ND.words_NW, x_ND.D, offsets_E, pair_R, row_NK.shape[1])
         return quantize_columns(x_ND, offsets_E, True, pair_R, row_NK.shape[1])
 
 

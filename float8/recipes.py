@@ -4,7 +4,7 @@ A quantised operand is a tensor of small floating-point elements and one scale f
 that the product sums over. The recipes are those of Megatron-Core and torchao: ``tensorwise`` (E4M3, gradients E5M2), ``rowwise``
 (power-of-two scales), ``blockwise`` (arXiv 2412.19437), ``mxfp8`` (OCP Microscaling, scales rounded up so that nothing saturates)
 and ``nvfp4`` (arXiv 2509.25149: two levels of scales, square weight blocks, stochastically rounded gradients, and operands of the
-weight gradient rotated by a Hadamard matrix). Experts' rows with power-of-two scales are quantised once.
+weight gradient rotated by a Hadamard matrix). Experts' ``rowwise`` rows are quantised once.
 """
 
 from dataclasses import dataclass

@@ -45,7 +45,7 @@ class Products:
         return self.rows(x_ND, row_NK, num_rows), x_ND
 
     def rows(self, x_ND: Tokens, row_NK: Tensor, num_rows: int) -> Operand:
-        """The rows again."""
+        """Tokens, or gradients of tokens, spread to their rows."""
         return spread_rows(x_ND, row_NK, num_rows)
 
     def swiglu(self, gate_up_R2F: Tensor, weights_P: Tensor, pair_R: Tensor, num_rows: Tensor) -> Operand:
@@ -117,11 +117,28 @@ def _up(rows_RD: Operand, w13_E2FD: Tensor, offsets_E: Tensor, products: Product
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, recompute, products, put_off, stash, grads
+        ctx,
+        x_ND,
+        packed_NW,
+        w13_E2FD,
+        w2_EDF,
+        weights_P,
+        pair_R,
+        row_NK,
+        offsets_E,
+        recompute,
+        products,
+        put_off,
+        stash,
+        grads,
+        needed,
     ):
         ctx.products, ctx.put_off, ctx.grads = products, put_off, grads
         tokens = x_ND if packed_NW is None else products.packing.received(packed_NW, x_ND.shape[1])
-        rows, tokens = products.spread(tokens, row_NK, len(pair_R))
+        if needed:
+            rows, tokens = products.spread(tokens, row_NK, len(pair_R))
+        else:
+            rows = products.rows(tokens, row_NK, len(pair_R))
         ctx.tokens, words_NW = None, None
         if isinstance(tokens, PackedTokens):
             x_ND, words_NW, ctx.tokens = None, tokens.words_NW, tokens._replace(words_NW=None)
@@ -168,7 +185,7 @@ class _ExpertMLP(torch.autograd.Function):
         else:
             ctx.put_off(grad_w13)
             grad_w13_E2FD = w13_E2FD.new_empty(()).expand_as(w13_E2FD)
-        return grad_x_ND, None, grad_w13_E2FD, grad_w2_EDF, grad_weights_P, *[None] * 8
+        return grad_x_ND, None, grad_w13_E2FD, grad_w2_EDF, grad_weights_P, *[None] * 9
 
 
 def expert_mlp(
@@ -207,9 +224,10 @@ def expert_mlp(
         packed_NW: the tokens as the products' ``packing`` packed them; of x, shape, dtype and gradient alone count then.
         grads: may have, in backward, the gradients of tokens [N, D], to which the rows of this output are added up.
     Returns:
-        [R, D]; rows past the last offset are unspecified. Saves for backward the tokens, the gate/up pre-activations [R, 2, F]
-        and the indices; rows and activation are made again.
+        [R, D]; rows past the last offset are unspecified. Saves for backward the tokens and the gate/up pre-activations
+        [R, 2, F], as the products keep them, and the indices; rows and activation are made again.
     """
     indices = pair_R, row_NK, offsets_E
-    recompute = recompute or not torch.is_grad_enabled()  # then nothing is kept
-    return _ExpertMLP.apply(x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, *indices, recompute, products, put_off, stash, grads)
+    needed = torch.is_grad_enabled()  # else nothing is kept
+    ways = recompute or not needed, products, put_off, stash, grads, needed
+    return _ExpertMLP.apply(x_ND, packed_NW, w13_E2FD, w2_EDF, weights_P, *indices, *ways)

@@ -199,7 +199,7 @@ def _load_columns(ring, scales, operands, counter_ptr, ends_ptr, E, N, K, BLOCKW
 
 @gluon.jit
 def _scale_of_step(scales, first, step, steps):
-    """What the product of a step's 128 rows is multiplied by."""
+    """What the product of a step's 128 rows is multiplied by; both scales together must be within fp32."""
     grad_scale_ptr, a_scale_ptr = scales
     at = first + gl.minimum(step, steps - 1)
     return gl.load(grad_scale_ptr + at) * gl.load(a_scale_ptr + at)

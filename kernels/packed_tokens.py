@@ -194,17 +194,17 @@ def _(words_NW: Tensor, row_NK: Tensor, num_rows: int, D: int, blockwise: bool) 
 
 @op("quantize_packed_columns")
 def quantize_packed_columns(
-    words_NW: Tensor, D: int, offsets_E: Tensor, blockwise: bool, pair_R: Tensor, choices: int
+    words_NW: Tensor, D: int, offsets_E: Tensor, pair_R: Tensor, choices: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`kernels.quantize.quantize_columns` of rows that are packed tokens, each multiplied out in fp32 where it is read."""
+    """:func:`kernels.quantize.quantize_columns`, blockwise, of rows that are packed tokens, multiplied out in fp32 where they are
+    read."""
+    tokens = PackedTokens(words_NW, D, True)
     if not words_NW.is_cuda:
-        return quantize_columns(unpack_tokens(PackedTokens(words_NW, D, blockwise)), offsets_E, blockwise, pair_R, choices)
-    scales = words_NW.view(torch.float32)[:, D // 4 :]
-    return launch_columns(words_NW.view(E4M3)[:, :D], offsets_E, blockwise, pair_R, choices, scales)
+        return quantize_columns(unpack_tokens(tokens), offsets_E, True, pair_R, choices)
+    elements_ND, scale = elements_and_scales(tokens)
+    return launch_columns(elements_ND, offsets_E, True, pair_R, choices, scale)
 
 
 @torch.library.register_fake(quantize_packed_columns)
-def _(
-    words_NW: Tensor, D: int, offsets_E: Tensor, blockwise: bool, pair_R: Tensor, choices: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_columns(words_NW, D, len(pair_R), len(offsets_E), blockwise)
+def _(words_NW: Tensor, D: int, offsets_E: Tensor, pair_R: Tensor, choices: int) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_columns(words_NW, D, len(pair_R), len(offsets_E), True)

@@ -167,7 +167,7 @@ def _(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tensor, Tensor]:
 def launch_columns(
     x: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None, choices: int, x_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of elements of E4M3 with ``x_scale``, a row each of one scale or blockwise of one for 128 elements."""
+    """With ``x_scale`` blockwise, of elements of E4M3 that have a scale for 128 of a row."""
     from kernels.group_pieces import PIECE, WARPS
     from kernels.launch import launch  # takes Gluon, as the kernels do
     from kernels.quantize_columns_kernels import COLUMNS, _quantize_columns_kernel

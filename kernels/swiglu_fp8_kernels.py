@@ -48,6 +48,15 @@ def _rowwise_forward_kernel(
 
 
 @triton.jit
+def _gradients(gate, up, weight, grad, dtype: tl.constexpr):
+    """What the gradient of the routing weight is the sum of; activation, and gradients of gate and up, rounded to ``dtype``."""
+    sig = tl.sigmoid(gate)
+    silu = gate * sig
+    grad_gate = grad * weight * up * (sig + silu * (1 - sig))
+    return grad * silu * up, (silu * up * weight).to(dtype), grad_gate.to(dtype), (grad * weight * silu).to(dtype)
+
+
+@triton.jit
 def _load_scales(scale_ptr, half, F, BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr):
     """Of the blocks in half a row, or the whole row's one."""
     if BLOCKWISE:
@@ -79,12 +88,8 @@ def _backward_kernel(
             gate_BC = (gate_BC * _load_scales(kept_scales_ptr, 0, F, BLOCKS, BLOCKWISE)).to(dtype).to(tl.float32)
             up_BC = (up_BC * _load_scales(kept_scales_ptr, 1, F, BLOCKS, BLOCKWISE)).to(dtype).to(tl.float32)
         grad_BC = tl.load(grad_ptr + row * F + f_BC, mask=mask_BC, other=0.0).to(tl.float32)
-        sig_BC = tl.sigmoid(gate_BC)
-        silu_BC = gate_BC * sig_BC
-        tl.store(grad_weight_ptr + pair, tl.sum(grad_BC * silu_BC * up_BC))
-        act_BC = (silu_BC * up_BC * weight).to(dtype)
-        grad_gate_BC = (grad_BC * weight * up_BC * (sig_BC + silu_BC * (1 - sig_BC))).to(dtype)
-        grad_up_BC = (grad_BC * weight * silu_BC).to(dtype)
+        product_BC, act_BC, grad_gate_BC, grad_up_BC = _gradients(gate_BC, up_BC, weight, grad_BC, dtype)
+        tl.store(grad_weight_ptr + pair, tl.sum(product_BC))
         tl.store(act_ptr + row * F + f_BC, act_BC, mask=mask_BC)
         tl.store(grad_gate_up_ptr + gate_at, grad_gate_BC, mask=mask_BC)
         tl.store(grad_gate_up_ptr + up_at, grad_up_BC, mask=mask_BC)
@@ -127,15 +132,12 @@ def _rowwise_backward_kernel(
             gate_C = tl.load(gate_up_ptr + place * stride + f_C, mask=f_C < F, other=0.0).to(tl.float32)
             up_C = tl.load(gate_up_ptr + place * stride + F + f_C, mask=f_C < F, other=0.0).to(tl.float32)
             if kept_scale_ptr is not None:
-                kept_scale = tl.load(kept_scale_ptr + place * (stride // 4))
-                gate_C, up_C = (gate_C * kept_scale).to(dtype).to(tl.float32), (up_C * kept_scale).to(dtype).to(tl.float32)
+                kept_scale = tl.load(kept_scale_ptr + place * (stride // 4))  # by which bf16 need not be rounded
+                gate_C, up_C = gate_C * kept_scale, up_C * kept_scale
             grad_C = tl.load(grad_ptr + row * F + f_C, mask=f_C < F, other=0.0).to(tl.float32)
-            sig_C = tl.sigmoid(gate_C)
-            silu_C = gate_C * sig_C
-            sum_C += grad_C * silu_C * up_C
-            act_C = (silu_C * up_C * weight).to(dtype).to(tl.float32)
-            grad_gate_C = (grad_C * weight * up_C * (sig_C + silu_C * (1 - sig_C))).to(dtype).to(tl.float32)
-            grad_up_C = (grad_C * weight * silu_C).to(dtype).to(tl.float32)
+            product_C, act_C, grad_gate_C, grad_up_C = _gradients(gate_C, up_C, weight, grad_C, dtype)
+            sum_C += product_C
+            act_C, grad_gate_C, grad_up_C = act_C.to(tl.float32), grad_gate_C.to(tl.float32), grad_up_C.to(tl.float32)
             grad_bits_C = tl.maximum(grad_bits_C, tl.maximum(bits_of(grad_gate_C), bits_of(grad_up_C)))
             act_bits_C = tl.maximum(act_bits_C, bits_of(act_C))
             acts, grads = acts + (act_C,), grads + (grad_gate_C, grad_up_C)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from float8.experts import EmulatedProducts, Float8Products
 from float8.recipes import RECIPES
-from kernels.expert_mlp import Products, expert_mlp
+from kernels.expert_mlp import Kept, Products, expert_mlp
 from kernels.quantize import quantize_columns, quantize_rows_reference, quantize_tiles_reference
 
 SIZES = [1, 0, 7, 127, 129, 16]
@@ -111,6 +111,25 @@ def test_saved_in_fp8(recipe) -> None:
     assert kept[0].nbytes == gate_up.nbytes and kept[1].nbytes == 8 * (256 + 64)
 
 
+@pytest.mark.parametrize("packs_kept", [False, True])
+@RECIPE
+def test_kept_among_others(recipe, packs_kept) -> None:
+    """Pre-activations that a stash keeps from some row on give the gradients that their own would."""
+    values, index = inputs(256, 128)
+    grad_RD = torch.randn(sum(SIZES) + SPARE, 256).bfloat16()
+    [kind, _] = products(recipe, False, packs_kept)
+
+    def stash(kept: Tensor, num_rows: Tensor) -> Kept:
+        return Kept(torch.cat((torch.full_like(kept[:3], 7), kept)), torch.tensor([3]))
+
+    results = []
+    for way in (None, stash):
+        leaves = [x.clone().requires_grad_() for x in values]
+        expert_mlp(*leaves, *index, products=kind, stash=way).backward(grad_RD)
+        results.append([leaf.grad for leaf in leaves])
+    assert all(map(torch.equal, *results))
+
+
 @RECIPE
 def test_nothing_is_packed_without_gradients(recipe, monkeypatch) -> None:
     """As in evaluation, which has no backward."""
@@ -119,6 +138,7 @@ def test_nothing_is_packed_without_gradients(recipe, monkeypatch) -> None:
     leaves = [x.requires_grad_() for x in values]
     expected = expert_mlp(*leaves, *index, products=kind)
     monkeypatch.setattr(kind, "keep", None)
+    monkeypatch.setattr(kind, "spread", None)
     with torch.no_grad():
         assert torch.equal(expert_mlp(*leaves, *index, products=kind)[: sum(SIZES)], expected[: sum(SIZES)])
 

@@ -5,9 +5,9 @@ from functools import partial
 import float8_rows
 import pytest
 import torch
-from float8_operands import of_weight_grad
 from torch import Tensor, nn
 
+from benchmarks.grouped_products import of_weight_grad
 from benchmarks.moe_layer import relative_error
 from float8.emulation import EmulatedLinear
 from float8.experts import EmulatedProducts, Float8Products
@@ -68,7 +68,7 @@ def test_packed_tokens(poisoned, recipe, D) -> None:
         assert same(part, expected)
     elements, scale = packed_tokens.elements_and_scales(packed_tokens.PackedTokens(words, D, blockwise))
     operator, arguments = (
-        (packed_tokens.quantize_packed_columns, (words, D, ends, True, pair_R, K))
+        (packed_tokens.quantize_packed_columns, (words, D, ends, pair_R, K))
         if blockwise
         else (turn_rows.turn_rows, (elements, scale, ends, pair_R, K))
     )

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from float8_operands import of_weight_grad
 
+from benchmarks.grouped_products import of_weight_grad
 from benchmarks.moe_layer import relative_error
 from kernels import cross_entropy, grouped_mm_launch, permute, route, sort, stash, swiglu
 from kernels.expert_mlp import expert_mlp, expert_mlp_reference

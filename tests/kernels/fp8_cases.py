@@ -157,14 +157,16 @@ def swiglu_cases():
         (5, 48, 4, False),
         (3, 144, 0, False),
         (9, 528, 8, False),
+        (4, 80, 4, False),
         (0, 128, 0, True),
         (0, 64, 0, False),
     ):
-        gate_up_R2F, grad_RF = torch.randn(R, 2, F).bfloat16(), torch.randn(R, F).bfloat16()
+        # Behind each are rows that who reads too far would take for data.
+        gate_up_R2F, grad_RF = torch.randn(R + 3, 2, F).bfloat16()[:R], torch.randn(R + 3, F).bfloat16()[:R]
         if R > 1:
             gate_up_R2F[0, 1, 3], grad_RF[1] = 300, 0
         weights_P, count = torch.rand(2 * R), torch.tensor([num_rows], dtype=torch.int32)
-        pair_R = torch.randperm(2 * R)[:R].int()
+        pair_R = torch.randperm(2 * R).int()[:R]
         pair_R[num_rows:] = -1
         gate_up_R2F[num_rows:], grad_RF[num_rows:] = torch.nan, torch.nan
         case, filled = f"{R}x{F}, {num_rows} rows, blockwise {blockwise}", slice(0, num_rows)
@@ -183,7 +185,8 @@ def swiglu_cases():
         if not blockwise:
             # The same quantised alone, as what came out beside is.
             ways = (
-                swiglu_fp8._launch_rowwise_backward(grad_RF, *arguments),
+                # All rows hold data where more than there is room for are said to.
+                swiglu_fp8._launch_rowwise_backward(grad_RF, *arguments[:3], count if num_rows < R else count + 3),
                 swiglu_fp8.weighted_swiglu_rowwise_backward(grad_RF, *arguments),
             )
             for way, found, beside in zip(("kernel", "op"), ways, (actual, expected), strict=True):

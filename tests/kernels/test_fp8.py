@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-from float8_operands import of_weight_grad
 from interpreter import errors_of
 
+from benchmarks.grouped_products import of_weight_grad
 from kernels import cross_entropy, grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8, turn_rows
 
 
@@ -25,7 +25,7 @@ ROUNDED = ["cross_entropy_backward_fp8", "weighted_swiglu_fp8", "weighted_swiglu
 def test_kernel_equals_reference(errors, kernel) -> None:
     """Quantisers bit for bit, as both round to nearest; others within a rounding of their results."""
     of_kernel = {case: error for case, error in errors.items() if case.startswith(kernel + " ")}
-    assert len(of_kernel) >= 8
+    assert len(of_kernel) >= 10
     assert not {case: error for case, error in of_kernel.items() if not error <= (kernel in ROUNDED)}
 
 
@@ -51,7 +51,8 @@ def test_quantisers_are_registered_correctly(blockwise) -> None:
         check(packed_tokens.pack_tokens, (x, blockwise, num_rows), test_utils=OPCHECKS)
     check(packed_tokens.spread_and_pack, (x, torch.arange(12).view(6, 2).flip(0), 12, blockwise), test_utils=OPCHECKS)
     check(packed_tokens.spread_packed, (words, torch.arange(12).view(6, 2).flip(0), 12, 256, blockwise), test_utils=OPCHECKS)
-    check(packed_tokens.quantize_packed_columns, (words, 256, ends, blockwise, torch.arange(7), 2), test_utils=OPCHECKS)
+    if blockwise:
+        check(packed_tokens.quantize_packed_columns, (words, 256, ends, torch.arange(7), 2), test_utils=OPCHECKS)
     check(quantize.quantize_tiles, (torch.randn(2, 256, 128), blockwise), test_utils=OPCHECKS)
     head = torch.randn(4, 8).bfloat16(), torch.tensor([1, 7, -100, 8]), *torch.rand(2, 4), 0, torch.full((4,), 64.0)
     check(cross_entropy.cross_entropy_backward_fp8_, head, test_utils=OPCHECKS)

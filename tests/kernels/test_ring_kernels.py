@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from float8_operands import of_weight_grad
 from gluon_compiled import Recorded, compiled_for_hopper
 from gluon_threads import Descriptor, OnThreads, loaded, plain, stored
 from torch import Tensor
 
+from benchmarks.grouped_products import of_weight_grad
 from kernels import grouped_mm, grouped_mm_fp8, grouped_mm_launch, quantize, ring_kernels
 
 Case = tuple[Callable[[], Tensor], Tensor]  # Launches; what is to come out.
@@ -131,6 +131,16 @@ def test_weight_grad_beside_a_group_full_of_nan(monkeypatch, groups) -> None:
         bad_grad_RN[end - size : end], bad_RK[end - size : end] = torch.nan, torch.nan
         others = torch.arange(len(groups)) != e
         assert torch.equal(grouped_mm_launch.launch_weight_grad(bad_grad_RN, bad_RK, ends)[others], expected[others])
+
+
+def test_weight_grad_of_no_rows(monkeypatch) -> None:
+    """Where the last group's end is that of the memory: scales behind it are not read."""
+    monkeypatch.setattr(grouped_mm_launch, "_descriptor", Descriptor)
+    monkeypatch.setattr(grouped_mm_launch, "_counters", lambda device: itertools.repeat(torch.zeros(1, dtype=torch.int32)))
+    replace(monkeypatch, "rowwise weight grad", partial(OnThreads, multiprocessors=3))
+    (grad_NW, grad_scale, _), columns = (of_weight_grad(bf16(0, width), ends_of([0, 0]), False) for width in (144, 272))
+    assert grad_NW.shape == (144, 256) and len(grad_scale) == 2
+    assert not grouped_mm_launch.launch_weight_grad_fp8(grad_NW, grad_scale, *columns, False).any()
 
 
 def test_numbers_are_handed_over_in_pairs() -> None:
