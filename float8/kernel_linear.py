@@ -6,48 +6,49 @@ activation that several layers share quantised once.
 """
 
 import torch
-import triton
 from torch import Tensor, nn
 
 from float8.rowwise_product import rowwise_product
 from float8.shards import on_shards
-from kernels.grouped_mm_fp8 import grouped_mm_fp8, grouped_mm_fp8_weight_grad
-from kernels.quantize import BLOCK, quantize_columns, quantize_rows, quantize_weights
+from kernels.grouped_mm_fp8 import grouped_mm_fp8, mm_fp8_weight_grad
+from kernels.quantize import quantize_columns, quantize_rows, quantize_weights
+from kernels.turn_rows import turn_rows
 
 
 def _one_group(rows: Tensor) -> Tensor:
     return rows.new_full((1,), len(rows), dtype=torch.int32)
 
 
-def _product(x_RK: Tensor, w_NK: Tensor, blockwise: bool, transposed: bool) -> Tensor:
-    ends = _one_group(x_RK)
-    rows, (weight_1NK, scale) = quantize_rows(x_RK, ends, blockwise), quantize_weights(w_NK[None], blockwise, transposed)
+def _product(rows: tuple[Tensor, Tensor], w_NK: Tensor, blockwise: bool, transposed: bool) -> Tensor:
+    weight_1NK, scale = quantize_weights(w_NK[None], blockwise, transposed)
     if blockwise:
-        return grouped_mm_fp8(*rows, weight_1NK, scale, ends, True)
-    return rowwise_product(*rows, weight_1NK[0], scale[0], x_RK.dtype, fast=True)
-
-
-def _weight_grad(grad_RN: Tensor, x_RK: Tensor, blockwise: bool) -> Tensor:
-    ends = _one_group(x_RK)
-    (grad_NW, grad_scale, _), columns = quantize_columns(grad_RN, ends, blockwise), quantize_columns(x_RK, ends, blockwise)
-    if blockwise:
-        return grouped_mm_fp8_weight_grad(grad_NW, grad_scale, *columns, True)[0]
-    width, (x_KW, x_scale, _) = triton.cdiv(len(x_RK), BLOCK) * BLOCK, columns
-    return rowwise_product(grad_NW[:, :width], grad_scale[0], x_KW[:, :width], x_scale[0], x_RK.dtype, fast=False)
+        return grouped_mm_fp8(*rows, weight_1NK, scale, _one_group(rows[0]), True)
+    return rowwise_product(*rows, weight_1NK[0], scale[0], w_NK.dtype, fast=True)
 
 
 class _Linear(torch.autograd.Function):
+    """Blockwise operands of the weight gradient are quantised anew, as columns; rowwise ones are the rows, turned. Of the input,
+    which is likely kept for something else, backward then gets the scales alone."""
+
     @staticmethod
     def forward(ctx, x_RK: Tensor, w_NK: Tensor, blockwise: bool) -> Tensor:
         ctx.blockwise = blockwise
-        ctx.save_for_backward(x_RK, w_NK)
-        return _product(x_RK, w_NK, blockwise, False)
+        rows = quantize_rows(x_RK, _one_group(x_RK), blockwise)
+        ctx.save_for_backward(x_RK, w_NK, None if blockwise else rows[1])
+        return _product(rows, w_NK, blockwise, False)
 
     @staticmethod
     def backward(ctx, grad_RN: Tensor) -> tuple[Tensor, Tensor, None]:
-        x_RK, w_NK = ctx.saved_tensors
-        grad_RN = grad_RN.contiguous()
-        return _product(grad_RN, w_NK, ctx.blockwise, True), _weight_grad(grad_RN, x_RK, ctx.blockwise), None
+        (x_RK, w_NK, x_scale_R), blockwise = ctx.saved_tensors, ctx.blockwise
+        grad_RN, ends = grad_RN.contiguous(), _one_group(grad_RN)
+        rows = quantize_rows(grad_RN, ends, blockwise)
+        if blockwise:
+            columns = [quantize_columns(operand, ends, True) for operand in (grad_RN, x_RK)]
+        else:
+            columns = [turn_rows(*operand, ends) for operand in (rows, (x_RK, x_scale_R))]
+        (grad_NW, grad_scale, _), (x_KW, x_scale, _) = columns
+        grad_NK = mm_fp8_weight_grad(grad_NW, grad_scale, x_KW, x_scale, len(x_RK), blockwise)
+        return _product(rows, w_NK, blockwise, True), grad_NK, None
 
 
 class KernelLinear(nn.Linear):

@@ -4,7 +4,7 @@ A quantised operand is a tensor of small floating-point elements and one scale f
 that the product sums over. The recipes are those of Megatron-Core and torchao: ``tensorwise`` (E4M3, gradients E5M2), ``rowwise``
 (power-of-two scales), ``blockwise`` (arXiv 2412.19437), ``mxfp8`` (OCP Microscaling, scales rounded up so that nothing saturates)
 and ``nvfp4`` (arXiv 2509.25149: two levels of scales, square weight blocks, stochastically rounded gradients, and operands of the
-weight gradient rotated by a Hadamard matrix). Experts' ``rowwise`` rows are quantised once.
+weight gradient rotated by a Hadamard matrix). Rows of ``rowwise`` are quantised once for all products.
 """
 
 from dataclasses import dataclass
@@ -115,7 +115,7 @@ class Quantizer:
 class Recipe:
     """``tile`` divides both sizes of a weight that kernels can multiply.
 
-    ``hadamard``: rotate the weight gradient's operands. ``turns_rows``: experts' weight gradients are of :func:`turned_rows`.
+    ``hadamard``: rotate the weight gradient's operands. ``turns_rows``: weight gradients are of :func:`turned_rows`.
     """
 
     input: Quantizer

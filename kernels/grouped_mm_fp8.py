@@ -6,9 +6,11 @@ are added up in fp32. The kernels are for Hopper.
 """
 
 import torch
+import triton
 from torch import Tensor
 
 from kernels.op import op
+from kernels.programs import multiprocessors
 from kernels.quantize import BLOCK
 
 
@@ -104,3 +106,42 @@ def grouped_mm_fp8_weight_grad(
         ends_E: [E] int32, the end of each group in W.
     """
     return _grouped_mm_fp8_weight_grad(grad_NW, grad_scale, a_KW, a_scale, ends_E, blockwise)
+
+
+@op("mm_fp8_weight_grad")
+def mm_fp8_weight_grad(grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, rows: int, blockwise: bool) -> Tensor:
+    """:func:`grouped_mm_fp8_weight_grad` of a single group of so many rows, [N, K] bf16.
+
+    Where tiles of the result are too few for all multiprocessors to be busy to the end, several compute a part of its sum each;
+    what they come to, in bf16, is added up in fp32.
+    """
+    tiles = triton.cdiv(len(grad_NW), BLOCK) * triton.cdiv(len(a_KW), 2 * BLOCK)
+    ends_P = _ends_of_parts(tiles, max(triton.cdiv(rows, BLOCK), 1), a_KW.device)
+    parts_PNK = grouped_mm_fp8_weight_grad(grad_NW, grad_scale, a_KW, a_scale, ends_P, blockwise)
+    return parts_PNK[0] if len(ends_P) == 1 else parts_PNK.sum(0)
+
+
+@torch.library.register_fake(mm_fp8_weight_grad)
+def _(grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, rows: int, blockwise: bool) -> Tensor:
+    return a_KW.new_empty(len(grad_NW), len(a_KW), dtype=torch.bfloat16)
+
+
+def _ends_of_parts(tiles: int, blocks: int, device: torch.device) -> Tensor:
+    """Where equally long parts of a sum over blocks end, as many as take the shortest time."""
+    length = triton.cdiv(blocks, parts_of_sum(tiles, blocks, multiprocessors(device)))
+    parts = triton.cdiv(blocks, length)
+    ends_P = torch.arange(1, parts + 1, dtype=torch.int32, device=device) * (length * BLOCK)
+    return ends_P.clamp_(max=blocks * BLOCK)
+
+
+def parts_of_sum(tiles: int, blocks: int, programs: int) -> int:
+    """How many parts of each tile's sum take the shortest time.
+
+    It is counted in blocks of 0.8 us, by what an H200 takes for the end of a tile, and for the launches and bytes of adding up.
+    """
+
+    def blocks_of_time(parts: int) -> float:
+        rounds, adding_up = triton.cdiv(tiles * parts, programs), 8 + 0.04 * tiles * parts
+        return rounds * (triton.cdiv(blocks, parts) + 4) + adding_up * (parts > 1)
+
+    return min(range(1, min(blocks, 8) + 1), key=blocks_of_time)

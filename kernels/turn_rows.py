@@ -15,6 +15,8 @@ from kernels.quantize import BLOCK, E4M3, columns_width
 
 
 def turn_rows_reference(x_RC: Tensor, scale_R: Tensor, offsets_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if x_RC.dtype != E4M3:
+        x_RC = (x_RC.float() / scale_R[:, None]).to(E4M3)
     turned, scales, ends, start, end_of_group = [], [], [], 0, 0
     for end in offsets_E.tolist():
         blocks = max(triton.cdiv(end - start, BLOCK), 1)
@@ -46,6 +48,7 @@ def launch_turn_rows(
     from kernels.launch import launch  # takes Gluon, as the kernel does
     from kernels.turn_rows_kernels import COLUMNS, _turn_rows_kernel
 
+    x = x if x.stride(1) == 1 else x.contiguous()
     rows, C, E = len(x) if pair_R is None else len(pair_R), x.shape[1], len(offsets_E)
     elements_CW, scale_B, ends_E = _empty(x, rows, E)
     parts = triton.cdiv(C, COLUMNS.value) * (triton.cdiv(rows, BLOCK * PIECE.value) + E)
@@ -61,12 +64,12 @@ def launch_turn_rows(
 def turn_rows(
     x_RC: Tensor, scale_R: Tensor, offsets_E: Tensor, pair_R: Tensor | None = None, choices: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns groups of rows of elements with a power-of-two scale each.
+    """Turns groups of rows with a power-of-two scale each.
 
     Args:
         x_RC: [R, C] E4M3, the numbers of a row side by side; with ``pair_R`` [N, C], of which row r of R is
-            ``x[pair_R[r] // choices]``.
-        scale_R: [R] or [N] fp32, powers of two or NaN.
+            ``x[pair_R[r] // choices]``. Or what has been quantised, bf16 or fp32, to save memory for its elements.
+        scale_R: [R] or [N] fp32, powers of two or NaN, as of :func:`kernels.quantize.quantize_rows`.
         offsets_E: [E] int32 ends of the groups of rows.
     Returns:
         Elements [C, W]: of each group its rows, then zeros up to a multiple of 128, at least one; W is room for that. Scales
@@ -76,7 +79,7 @@ def turn_rows(
         return launch_turn_rows(x_RC, scale_R, offsets_E, pair_R, choices)
     if pair_R is not None:
         token_R = (pair_R // choices).clamp(min=0).long()
-        x_RC, scale_R = x_RC.contiguous().view(torch.uint8)[token_R].view(E4M3), scale_R[token_R]
+        x_RC, scale_R = x_RC.contiguous().view(torch.uint8)[token_R].view(x_RC.dtype), scale_R[token_R]
     return turn_rows_reference(x_RC, scale_R, offsets_E)
 
 

@@ -42,6 +42,15 @@ def _largest_scale(scale_ptr, scale_stride_r, pair_ptr, row, end, CHOICES: gl.co
 
 
 @gluon.jit
+def _elements(x_RC, scale_R):
+    """Of rows that are not quantised yet, by their scales; a scale of 0 stands for no row."""
+    if x_RC.dtype == gl.float8e4nv:
+        return x_RC
+    factor_R = gl.where(scale_R == 0, 0.0, gl.div_rn(1.0, scale_R))
+    return (x_RC.to(gl.float32) * factor_R[:, None]).to(gl.float8e4nv)
+
+
+@gluon.jit
 def _turn_piece(source, result, slab, place, C, W, stride_r: gl.constexpr, CHOICES: gl.constexpr):
     x_ptr, x_scale_ptr, scale_stride_r, pair_ptr = source
     out_ptr, scale_ptr, ends_ptr = result
@@ -60,7 +69,7 @@ def _turn_piece(source, result, slab, place, C, W, stride_r: gl.constexpr, CHOIC
         if slab == 0:
             gl.store(scale_ptr + ahead + at, largest)
         # Exact, but for what is less than half of E4M3's smallest number.
-        x_RC = x_RC.to(gl.float16) * (scale_R * gl.div_rn(1.0, largest)).to(gl.float16)[:, None]
+        x_RC = _elements(x_RC, scale_R).to(gl.float16) * (scale_R * gl.div_rn(1.0, largest)).to(gl.float16)[:, None]
         turned_CR = gl.convert_layout(gl.permute(x_RC, (1, 0)), WRITTEN)
         to_R = (ahead + at) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, WRITTEN))
         to_CR = out_ptr + of_C[:, None].to(gl.int64) * W + to_R[None, :]

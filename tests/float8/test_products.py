@@ -27,12 +27,12 @@ def nearest(recipe: str) -> Recipe:
 
 
 class Linear(torch.autograd.Function):
-    """``x @ w^T`` with every operand of the three products rounded by definition, in fp64; one of an expert's if ``grouped``."""
+    """``x @ w^T`` with every operand of the three products rounded by definition, in fp64."""
 
     @staticmethod
-    def forward(ctx, x_RK: Tensor, w_NK: Tensor, recipe: str, quantize_weight_grad: bool = True, grouped: bool = False) -> Tensor:
+    def forward(ctx, x_RK: Tensor, w_NK: Tensor, recipe: str, quantize_weight_grad: bool = True) -> Tensor:
         ctx.save_for_backward(x_RK, w_NK)
-        ctx.recipe, ctx.quantize_weight_grad, ctx.grouped = recipe, quantize_weight_grad, grouped
+        ctx.recipe, ctx.quantize_weight_grad = recipe, quantize_weight_grad
         return rounded(x_RK, 1, recipe, "input") @ rounded(w_NK, 1, recipe, "weight").t()
 
     @staticmethod
@@ -40,14 +40,14 @@ class Linear(torch.autograd.Function):
         (x_RK, w_NK), recipe = ctx.saved_tensors, ctx.recipe
         grad_x = rounded(grad_RN, 1, recipe, "grad") @ rounded(w_NK, 0, recipe, "weight")
         if not ctx.quantize_weight_grad:
-            return grad_x, grad_RN.t() @ x_RK, None, None, None
+            return grad_x, grad_RN.t() @ x_RK, None, None
         if recipe == "nvfp4":
             grad_RN, x_RK = rotate_rows(grad_RN), rotate_rows(x_RK)
-        if recipe == "rowwise" and ctx.grouped and len(x_RK):
+        if recipe == "rowwise" and len(x_RK):
             grad, x = (float8_reference.simulate_turned(y, recipe, name) for y, name in ((grad_RN, "grad"), (x_RK, "input")))
         else:
             grad, x = rounded(grad_RN, 0, recipe, "grad"), rounded(x_RK, 0, recipe, "input")
-        return grad_x, grad.t() @ x, None, None, None
+        return grad_x, grad.t() @ x, None, None
 
 
 def rounded(x: Tensor, axis: int, recipe: str, operand: str) -> Tensor:
@@ -74,6 +74,7 @@ def test_linear(recipe) -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_linear_equals_that_of_torchao(recipe) -> None:
+    """But for the weight gradient of ``rowwise``, for which torchao quantises columns: that is as near to it as to bf16's."""
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -86,10 +87,10 @@ def test_linear_equals_that_of_torchao(recipe) -> None:
         plain.weight.grad = None
         y.backward(y.detach().cos())
         results.append((y, x.grad, plain.weight.grad))
-    for expected, actual in zip(*results, strict=True):
+    for i, (expected, actual) in enumerate(zip(*results, strict=True)):
         assert actual.dtype == torch.bfloat16
         # One rounding to bf16 apart at most.
-        assert error(actual, expected) < 2**-9
+        assert error(actual, expected) < (0.05 if recipe == "rowwise" and i == 2 else 2**-9)
 
 
 def test_linear_has_its_gradients_in_a_compiled_block() -> None:
@@ -162,10 +163,10 @@ def expected_mlp(x_ND, w13, w2, weights_P, pair_R, offsets, recipe: str, quantiz
     outputs, start = [], 0
     for w13_2FD, w2_DF, end in zip(w13, w2, offsets.tolist(), strict=True):
         pairs = pair_R[start:end].long()
-        gate_up = Linear.apply(x_ND[pairs], w13_2FD.flatten(0, 1), recipe, quantize_weight_grad, True)
+        gate_up = Linear.apply(x_ND[pairs], w13_2FD.flatten(0, 1), recipe, quantize_weight_grad)
         gate, up = gate_up.chunk(2, dim=1)
         act = torch.nn.functional.silu(gate) * up * weights_P[pairs, None].double()
-        outputs.append(Linear.apply(act, w2_DF, recipe, quantize_weight_grad, True))
+        outputs.append(Linear.apply(act, w2_DF, recipe, quantize_weight_grad))
         start = end
     return torch.cat(outputs)
 

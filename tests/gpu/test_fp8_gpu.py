@@ -86,9 +86,11 @@ def same_columns(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None
 @pytest.mark.parametrize("groups", [GROUPS, [0, 0], [64] * 300])
 def test_turned_rows(poisoned, C, groups) -> None:
     R, ends = sum(groups), ends_of(groups)
-    elements, scale = quantize.quantize_rows(numbers(R + 5, C), torch.tensor([R + 5], device="cuda"), False)
-    arguments = elements, scale, ends
-    same_columns(poisoned(turn_rows.turn_rows, *arguments), turn_rows.turn_rows(*cpu(*arguments)))
+    x = numbers(R + 5, C)
+    elements, scale = quantize.quantize_rows(x, torch.tensor([R + 5], device="cuda"), False)
+    wanted = turn_rows.turn_rows(*cpu(elements, scale, ends))
+    for source in (elements, x):
+        same_columns(poisoned(turn_rows.turn_rows, source, scale, ends), wanted)
 
 
 @RECIPE
@@ -162,6 +164,19 @@ def test_products(poisoned, recipe, N, K) -> None:
     expected = grouped_mm_fp8.grouped_mm_fp8_weight_grad_reference(*operands, blockwise)
     actual = poisoned(grouped_mm_fp8.grouped_mm_fp8_weight_grad, *operands, blockwise)
     assert relative_error(actual, expected) < PRODUCT and not actual[1].any()
+
+
+@RECIPE
+@pytest.mark.parametrize(("N", "K"), [(512, 2048), (2816, 2048), (4096, 512)])
+@pytest.mark.parametrize("rows", [0, 1, 1000, 16384])
+def test_weight_grad_in_parts(poisoned, recipe, N, K, rows) -> None:
+    blockwise, ends = recipe == "blockwise", ends_of([rows])
+    grad_NW, grad_scale, end = of_weight_grad(randn(rows, N), ends, blockwise)
+    a_KW, a_scale, _ = of_weight_grad(randn(rows, K), ends, blockwise)
+    operands = grad_NW, grad_scale, a_KW, a_scale
+    actual = poisoned(grouped_mm_fp8.mm_fp8_weight_grad, *operands, rows, blockwise)
+    expected = grouped_mm_fp8.grouped_mm_fp8_weight_grad_reference(*operands, end, blockwise)[0]
+    assert relative_error(actual, expected) < PRODUCT if rows else not actual.any()
 
 
 def worst_row(actual: Tensor, expected: Tensor) -> float:

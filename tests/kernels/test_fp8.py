@@ -110,6 +110,36 @@ def test_products_are_those_of_the_operands(blockwise) -> None:
     torch.library.opcheck(grouped_mm_fp8._grouped_mm_fp8_weight_grad, (*operands, blockwise), test_utils=OPCHECKS[1:])
 
 
+@pytest.mark.parametrize("blockwise", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 129, 5000])
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_weight_grad_in_parts(monkeypatch, multiprocessors, rows, blockwise) -> None:
+    """Of one group, whose sum many multiprocessors take in parts: the same but for roundings to bf16."""
+    monkeypatch.setattr(grouped_mm_fp8, "multiprocessors", lambda _: multiprocessors)
+    launched = []
+    product = grouped_mm_fp8.grouped_mm_fp8_weight_grad
+    monkeypatch.setattr(grouped_mm_fp8, "grouped_mm_fp8_weight_grad", lambda *a: launched.append(a[4].tolist()) or product(*a))
+    grad_RN, x_RK, ends = torch.randn(rows, 256), torch.randn(rows, 128), offsets([rows])
+    *grad, (x_KW, x_scale, end) = *of_weight_grad(grad_RN, ends, blockwise)[:2], of_weight_grad(x_RK, ends, blockwise)
+    operands = *grad, x_KW, x_scale
+    actual = grouped_mm_fp8.mm_fp8_weight_grad(*operands, rows, blockwise)
+    wanted = grouped_mm_fp8.grouped_mm_fp8_weight_grad_reference(*operands, end, blockwise)[0]
+    assert actual.dtype == torch.bfloat16 and (close(actual, wanted) if rows else not actual.any())
+    [ends_of_parts] = launched
+    assert ends_of_parts[-1] == end.item() and (len(ends_of_parts) > 1) == (multiprocessors > 1 and rows == 5000)
+    assert all(a % 128 == 0 and a < b for a, b in zip(ends_of_parts, ends_of_parts[1:], strict=False))
+    torch.library.opcheck(grouped_mm_fp8.mm_fp8_weight_grad, (*operands, rows, blockwise), test_utils=OPCHECKS[1:])
+
+
+@pytest.mark.parametrize("tiles", [1, 32, 128, 132, 176, 256, 1000, 80000])
+def test_parts_of_a_sum(tiles) -> None:
+    """Never longer than whole sums, and as many programs as there are have work if there is enough."""
+    assert grouped_mm_fp8.parts_of_sum(tiles, 1, 132) == 1
+    parts = grouped_mm_fp8.parts_of_sum(tiles, 128, 132)
+    assert 1 <= parts <= 8 and (parts == 1) == (tiles in (128, 132, 256, 1000, 80000))
+    assert tiles > 132 or tiles * parts > 132 * 0.75 or parts == 8
+
+
 def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Up to a rounding to bf16."""
     return ((actual - expected).norm() / expected.norm()).item() < 2**-8

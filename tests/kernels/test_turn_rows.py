@@ -67,9 +67,9 @@ def test_elements_times_scales_are_the_rows(groups) -> None:
 
 
 @GROUPS
-@pytest.mark.parametrize(("C", "choices"), [(80, 0), (144, 0), (272, 3), (16, 1)])
-def test_kernel_equals_reference(monkeypatch, groups, C, choices) -> None:
-    """Rows of NaN, of zeros, past the last group, and of tokens as they travel."""
+@pytest.mark.parametrize(("C", "choices", "again"), [(80, 0, False), (144, 0, True), (272, 3, False), (16, 1, False)])
+def test_kernel_equals_reference(monkeypatch, groups, C, choices, again) -> None:
+    """Rows of NaN, of zeros, past the last group, of tokens as they travel, and of numbers to be quantised again."""
     monkeypatch.setattr(turn_rows_kernels, "_turn_rows_kernel", OnThreads(turn_rows_kernels._turn_rows_kernel, 3))
     rows, ends = sum(groups), ends_of(groups)
     count = rows + 5
@@ -84,17 +84,18 @@ def test_kernel_equals_reference(monkeypatch, groups, C, choices) -> None:
         elements, scale = words.view(quantize.E4M3)[:, :C], words.view(torch.float32)[:, C // 4]
     else:
         elements[rows:], scale[rows:] = torch.full((5, C), torch.nan).to(quantize.E4M3), torch.nan
-    actual = turn_rows.launch_turn_rows(elements, scale, ends, pair_R, choices)
+    actual = turn_rows.launch_turn_rows(x if again else elements, scale, ends, pair_R, choices)
     check(actual, turn_rows.turn_rows(elements, scale, ends, pair_R, choices or 1))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_kernel_fits_a_multiprocessor(monkeypatch, tmp_path, packed) -> None:
+@pytest.mark.parametrize(("packed", "again"), [(False, False), (True, False), (False, True)])
+def test_kernel_fits_a_multiprocessor(monkeypatch, tmp_path, packed, again) -> None:
     """Nothing spills, and three programs and more find room."""
     kernel, launched = turn_rows_kernels._turn_rows_kernel, Recorded()
     monkeypatch.setattr(turn_rows_kernels, "_turn_rows_kernel", launched)
-    elements, scale = quantized(numbers(9, 256))
-    turn_rows.launch_turn_rows(elements, scale, ends_of([4, 5]), torch.arange(9) if packed else None, 1)
+    x = numbers(9, 256)
+    elements, scale = quantized(x)
+    turn_rows.launch_turn_rows(x if again else elements, scale, ends_of([4, 5]), torch.arange(9) if packed else None, 1)
     said = compiled_for_hopper(kernel, launched, tmp_path)[1]
     assert "0 bytes spill stores, 0 bytes spill loads" in said
     registers = int(re.search(r"Used (\d+) registers", said)[1])
