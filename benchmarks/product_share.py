@@ -17,14 +17,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a scr
 
 from benchmarks.trace_summary import read_events
 
-# By operator: the places of its operands [.., K] and, of the second, the dimension that is not summed over. One whose name begins
-# with moe_titan is of groups of rows, the first operand's first dimension, or its second one if both are turned.
+# By operator: the places of its operands [.., K] and, of the second, the dimension that is not summed over. Ours that are grouped are
+# of groups of rows, the first operand's first dimension, or its second one if both are turned.
 PRODUCTS = {
     **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_grouped_mm", "aten::_scaled_grouped_mm"), (0, 1, -1)),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm"), (1, 2, -1)),
     **dict.fromkeys(("moe_titan::grouped_mm", "moe_titan::grouped_mm_weight_grad"), (0, 1, -1)),
     "moe_titan::grouped_mm_fp8": (0, 2, -2),
-    "moe_titan::grouped_mm_fp8_weight_grad": (0, 2, 0),
+    **dict.fromkeys(("moe_titan::grouped_mm_fp8_weight_grad", "moe_titan::mm_fp8_weight_grad"), (0, 2, 0)),
+    "moe_titan::mm_fp8_weight_grad_add_": (1, 3, 0),
 }
 
 
@@ -41,7 +42,7 @@ def flops_by_type(path: Path, expert_rows: float = math.inf) -> dict[str, float]
         first, second, kept = PRODUCTS[event["name"]]
         sizes, kinds = event["args"]["Input Dims"], event["args"]["Input type"]
         rows = 1.0
-        if event["name"].startswith("moe_titan"):
+        if event["name"].startswith("moe_titan::grouped"):
             given = sizes[first][event["name"].endswith("fp8_weight_grad")]
             rows = min(1, expert_rows / given) if given else 1
         flops[kinds[first].removeprefix("c10::")] += 2 * math.prod(sizes[first]) * sizes[second][kept] * rows

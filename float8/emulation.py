@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from float8.recipes import TURNED_ROWS, Recipe, rotate_rows, turned_rows
+from float8.recipes import Recipe, rotate_rows, turned_rows
 from float8.shards import on_shards
 
 
@@ -21,7 +21,6 @@ def weight_grad(recipe: Recipe, grad_RN: Tensor, x_RK: Tensor) -> Tensor:
     """``grad^T @ x`` [N, K] in x's dtype."""
     dtype = x_RK.dtype
     if recipe.turns_rows:
-        grad_RN, x_RK = (torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % TURNED_ROWS)) for rows in (grad_RN, x_RK))
         return (turned_rows(recipe.grad, grad_RN).t() @ turned_rows(recipe.input, x_RK)).to(dtype)
     if recipe.hadamard:
         grad_RN, x_RK = rotate_rows(grad_RN), rotate_rows(x_RK)

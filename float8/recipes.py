@@ -153,12 +153,13 @@ TURNED_ROWS = 128
 def turned_rows(quantizer: Quantizer, x_RK: Tensor) -> Tensor:
     """Rows quantised for a product over dimension 1 as a product over the rows sees them, in fp32 (fp64 for fp64).
 
-    The elements of each 128 rows, whose number R is a multiple of, become those of the largest of their scales; all of these are
-    powers of two, so that only what is less than the format's smallest number is rounded once more.
+    The elements of each 128 rows, and of the rest, become those of the largest of their scales; all of these are powers of two, so
+    that only what is less than the format's smallest number is rounded once more.
     """
     elements_RK, scale_R1 = quantizer.quantize(x_RK, 1)
     wide = torch.promote_types(x_RK.dtype, torch.float32)
-    largest_R1 = scale_R1.unflatten(0, (-1, TURNED_ROWS)).amax(1).repeat_interleave(TURNED_ROWS, 0)
+    blocks = torch.nn.functional.pad(scale_R1, (0, 0, 0, -len(x_RK) % TURNED_ROWS)).unflatten(0, (-1, TURNED_ROWS))
+    largest_R1 = blocks.amax(1).repeat_interleave(TURNED_ROWS, 0)[: len(x_RK)]
     return (elements_RK.to(wide) * (scale_R1 / largest_R1)).to(elements_RK.dtype).to(wide) * largest_R1
 
 

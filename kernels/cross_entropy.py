@@ -5,6 +5,7 @@ their gradient, from which the gradients of the projection follow at once. Backw
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,9 +62,7 @@ def _partial_kernel(logits_ptr, labels_ptr, max_ptr, sum_ptr, target_ptr, V, str
 
 
 @triton.jit
-def _backward_kernel(
-    logits_ptr, labels_ptr, lse_ptr, grad_ptr, elements_ptr, factor_ptr, V, stride_t, first, BLOCK_V: tl.constexpr
-):  # fmt: skip
+def _backward_kernel(logits_ptr, labels_ptr, lse_ptr, grad_ptr, V, stride_t, first, BLOCK_V: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
     v_V = start + tl.arange(0, BLOCK_V)
@@ -72,11 +71,7 @@ def _backward_kernel(
     prob_V = tl.exp(logit_V - tl.load(lse_ptr + t))
     column = tl.load(labels_ptr + t) - first
     grad_V = tl.where(v_V == column, prob_V - 1.0, prob_V) * tl.load(grad_ptr + t)
-    grad_V = grad_V.to(logits_ptr.dtype.element_ty)
     tl.store(ptr_V, grad_V, mask=v_V < V)
-    if elements_ptr is not None:
-        scaled_V = tl.clamp(grad_V.to(tl.float32) * tl.load(factor_ptr + t), -448.0, 448.0)
-        tl.store(elements_ptr + t * V + v_V, scaled_V.to(tl.float8e4nv), mask=v_V < V)
 
 
 @op("partial_cross_entropy")
@@ -120,43 +115,33 @@ def cross_entropy_backward_(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, 
         _launch_backward(logits_TV, labels_T, lse_T, grad_T, first)
 
 
-def _launch_backward(
-    logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int,
-    elements_TV: Tensor | None = None, factor_T: Tensor | None = None,
-) -> None:  # fmt: skip
+def _launch_backward(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int) -> None:
     T, V = logits_TV.shape
     if T:
         block = _block(V)
         _backward_kernel[(T, triton.cdiv(V, block))](
-            logits_TV, labels_T, lse_T, grad_T, elements_TV, factor_T, V, logits_TV.stride(0), first,
-            BLOCK_V=block, num_warps=8,
-        )  # fmt: skip
-
-
-@op("cross_entropy_backward_fp8_", mutates_args=("logits_TV",))
-def cross_entropy_backward_fp8_(
-    logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int, factor_T: Tensor
-) -> Tensor:
-    """:func:`cross_entropy_backward_`, and what it writes times ``factor_T`` as E4M3 [T, V], larger numbers as the largest."""
-    elements_TV = logits_TV.new_empty(logits_TV.shape, dtype=torch.float8_e4m3fn)
-    if logits_TV.is_cuda:
-        _launch_backward(logits_TV, labels_T, lse_T, grad_T, first, elements_TV, factor_T)
-        return elements_TV
-    logits_TV.copy_(cross_entropy_backward_reference(logits_TV, labels_T, lse_T, grad_T, first))
-    return elements_TV.copy_((logits_TV.float() * factor_T[:, None]).clamp(-448, 448))
-
-
-@torch.library.register_fake(cross_entropy_backward_fp8_)
-def _(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, grad_T: Tensor, first: int, factor_T: Tensor) -> Tensor:
-    return logits_TV.new_empty(logits_TV.shape, dtype=torch.float8_e4m3fn)
+            logits_TV, labels_T, lse_T, grad_T, V, logits_TV.stride(0), first, BLOCK_V=block, num_warps=8
+        )
 
 
 def _block(V: int) -> int:
     return min(triton.next_power_of_2(V), 4096)
 
 
+class LogitsSlice(NamedTuple):
+    """Logits [T, V], labels [T], and fp32 [T] each: log-sum-exp over the whole vocabulary, the largest of these logits, what the
+    loss's gradient is multiplied by. ``first`` is the first column's word."""
+
+    logits_TV: Tensor
+    labels_T: Tensor
+    lse_T: Tensor
+    high_T: Tensor
+    grad_T: Tensor
+    first: int
+
+
 class HeadProducts:
-    """The products of the projection's weight but for its own gradient, of which low-precision recipes have their own.
+    """The three products of the projection, of which low-precision recipes have their own.
 
     Made for one call, within which the weight does not change.
     """
@@ -167,16 +152,11 @@ class HeadProducts:
     def logits(self, h_TD: Tensor) -> Tensor:
         return h_TD @ self.weight_VD.t()
 
-    def input_grad(
-        self, logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, high_T: Tensor, grad_T: Tensor, first: int
-    ) -> Tensor:
-        """The gradient of h [T, D], for which logits are replaced by theirs; see :func:`cross_entropy_backward_`.
-
-        Args:
-            high_T: the largest of the logits.
-        """
-        cross_entropy_backward_(logits_TV, labels_T, lse_T, grad_T, first)
-        return logits_TV @ self.weight_VD
+    def grads(self, h_TD: Tensor, part: LogitsSlice, sum_VD: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The gradient of h [T, D], and that of the weight in ``dtype``, in the sum's place added to it; logits are lost."""
+        logits_TV = part.logits_TV
+        cross_entropy_backward_(logits_TV, part.labels_T, part.lse_T, part.grad_T, part.first)
+        return logits_TV @ self.weight_VD, add_product(sum_VD, logits_TV.t(), h_TD, dtype)
 
 
 # Logits that exist at a time.
@@ -202,8 +182,9 @@ class _LinearCrossEntropySums(torch.autograd.Function):
                 loss += torch.where(trained_t, lse_t - target_t, 0).sum()
                 if differentiate:
                     grad_t = trained_t.to(wide) * scale
-                    grad_h_parts.append(products.input_grad(logits_tV, labels_t, lse_t, high_t, grad_t, first))
-                    grad_weight_VD = _add_product(grad_weight_VD, logits_tV.t(), h_tD, dtype)
+                    part = LogitsSlice(logits_tV, labels_t, lse_t, high_t, grad_t, first)
+                    grad_h_tD, grad_weight_VD = products.grads(h_tD, part, grad_weight_VD, dtype)
+                    grad_h_parts.append(grad_h_tD)
             losses.append(loss)
         if differentiate:
             ctx.save_for_backward(torch.cat(grad_h_parts), grad_weight_VD)
@@ -220,7 +201,7 @@ class _LinearCrossEntropySums(torch.autograd.Function):
         return grad_h_TD * grad, grad_weight_VD, *[None] * 6
 
 
-def _add_product(sum_VD: Tensor | None, a_VT: Tensor, b_TD: Tensor, dtype: torch.dtype) -> Tensor:
+def add_product(sum_VD: Tensor | None, a_VT: Tensor, b_TD: Tensor, dtype: torch.dtype) -> Tensor:
     """``sum + a @ b`` in the sum's place, or the product alone; on a GPU in the product's own epilogue, unrounded."""
     if a_VT.is_cuda and dtype != a_VT.dtype:
         if sum_VD is None:

@@ -34,7 +34,13 @@ def grouped_mm_fp8_reference(
 def grouped_mm_fp8_weight_grad_reference(
     grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, blockwise: bool
 ) -> Tensor:
-    out_ENK = a_KW.new_empty(len(ends_E), len(grad_NW), len(a_KW), dtype=torch.bfloat16)
+    return _weight_grad_reference(grad_NW, grad_scale, a_KW, a_scale, ends_E, blockwise).bfloat16()
+
+
+def _weight_grad_reference(
+    grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, blockwise: bool
+) -> Tensor:
+    out_ENK = a_KW.new_empty(len(ends_E), len(grad_NW), len(a_KW), dtype=torch.float32)
     start = 0
     for e, end in enumerate(ends_E.tolist()):
         grad, a = (
@@ -124,6 +130,21 @@ def mm_fp8_weight_grad(grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scal
 @torch.library.register_fake(mm_fp8_weight_grad)
 def _(grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, rows: int, blockwise: bool) -> Tensor:
     return a_KW.new_empty(len(grad_NW), len(a_KW), dtype=torch.bfloat16)
+
+
+@op("mm_fp8_weight_grad_add_", mutates_args=("sum_NK",))
+def mm_fp8_weight_grad_add_(
+    sum_NK: Tensor, grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, rows: int
+) -> None:
+    """Adds :func:`mm_fp8_weight_grad` to an fp32 sum, unrounded. ``grad_NW`` may be E5M2, and is not blockwise."""
+    end = torch.full((1,), max(triton.cdiv(rows, BLOCK), 1) * BLOCK, dtype=torch.int32, device=a_KW.device)
+    operands = grad_NW, grad_scale, a_KW, a_scale, end, False
+    if not a_KW.is_cuda:
+        sum_NK += _weight_grad_reference(*operands)[0]
+        return
+    from kernels.grouped_mm_launch import launch_weight_grad_fp8
+
+    launch_weight_grad_fp8(*operands, sum_NK[None])
 
 
 def _ends_of_parts(tiles: int, blocks: int, device: torch.device) -> Tensor:

@@ -53,6 +53,15 @@ def _store_rows(out, consumer, total_MN, row, end, n, N):
 
 
 @gluon.jit
+def _add_rows(out_ptr, total_MN, row, end, n, N):
+    """Adds to numbers in memory, each of which has this one to add and no other, without waiting for them."""
+    row_M = row + gl.arange(0, HALF, gl.SliceLayout(1, PRODUCT))
+    n_N = n + gl.arange(0, BLOCK, gl.SliceLayout(0, PRODUCT))
+    to_MN = out_ptr + row_M.to(gl.int64)[:, None] * N + n_N[None, :]
+    gl.atomic_add(to_MN, total_MN, mask=(row_M < end)[:, None] & (n_N < N)[None, :], sem="relaxed", scope="gpu")
+
+
+@gluon.jit
 def _load_rows(ring, scales, operands, counter_ptr, offsets_ptr, E, K, N, R):
     a_ring, b_ring, full, empty, _ = ring
     a_scales, b_scales = scales
@@ -206,7 +215,7 @@ def _scale_of_step(scales, first, step, steps):
 
 
 @gluon.jit
-def _multiply_columns(ring, scales, out, ends_ptr, E, N, K, consumer, BLOCKWISE: gl.constexpr):
+def _multiply_columns(ring, scales, out, ends_ptr, E, N, K, consumer, BLOCKWISE: gl.constexpr, ADDS: gl.constexpr):
     grad_ring, a_ring, full, empty, _ = ring
     grad_scales, a_scales = scales
     stage, phase = 0, 0
@@ -240,8 +249,12 @@ def _multiply_columns(ring, scales, out, ends_ptr, E, N, K, consumer, BLOCKWISE:
             stage, phase = next_stage(stage, phase)
         block, column = halves_of(numbers)
         n, k = block * BLOCK, (column + consumer) * BLOCK
-        _store_rows(out, consumer, upper_NK, e * N + n, e * N + N, k, K)
-        _store_rows(out, consumer, lower_NK, e * N + n + HALF, e * N + N, k, K)
+        if ADDS:
+            _add_rows(out[0], upper_NK, e * N + n, e * N + N, k, K)
+            _add_rows(out[0], lower_NK, e * N + n + HALF, e * N + N, k, K)
+        else:
+            _store_rows(out, consumer, upper_NK, e * N + n, e * N + N, k, K)
+            _store_rows(out, consumer, lower_NK, e * N + n + HALF, e * N + N, k, K)
         e, steps, numbers = take_over(ring, stage, phase)
     tma.store_wait(0)
 
@@ -250,24 +263,29 @@ def _multiply_columns(ring, scales, out, ends_ptr, E, N, K, consumer, BLOCKWISE:
 def _weight_grad_fp8_kernel(
     grad_desc, a_desc, grad_scale, a_scale, out_desc, out_ptr, counter_ptr, ends_ptr, E, N, K, BLOCKWISE: gl.constexpr
 ):
-    """out[e] = grad[:, columns of e] @ a[:, columns of e]^T, [N, K].
+    """out[e] = grad[:, columns of e] @ a[:, columns of e]^T, [N, K], or without a descriptor of it added to it in fp32.
 
     Blockwise, 128 numbers of a row of either have a scale, given by a descriptor; else 128 columns have one. Either way products
     of 128 columns are added up in fp32. Groups end at multiples of 128 and are not empty.
     """
     ring = make_ring(grad_desc, a_desc, 1)
-    room = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS if BLOCKWISE else 2 * CONSUMERS, HALF, HALF], out_desc.layout)
+    if out_desc is None:
+        out = (out_ptr,)
+    else:
+        PLACES: gl.constexpr = CONSUMERS if BLOCKWISE else 2 * CONSUMERS
+        room = gl.allocate_shared_memory(out_desc.dtype, [PLACES, HALF, HALF], out_desc.layout)
+        out = (room, out_desc, out_ptr)
     if BLOCKWISE:
         grad_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], grad_scale.layout)
         a_scales = gl.allocate_shared_memory(gl.float32, [STAGES * CONSUMERS, 1, BLOCK], a_scale.layout)
         scales = (grad_scales, a_scales)
     else:
         scales = (grad_scale, a_scale)
-    operands, out = (grad_desc, a_desc, grad_scale, a_scale), (room, out_desc, out_ptr)
+    operands = (grad_desc, a_desc, grad_scale, a_scale)
     gl.warp_specialize(
         [
-            (_multiply_columns, (ring, scales, out, ends_ptr, E, N, K, 0, BLOCKWISE)),
-            (_multiply_columns, (ring, scales, out, ends_ptr, E, N, K, 1, BLOCKWISE)),
+            (_multiply_columns, (ring, scales, out, ends_ptr, E, N, K, 0, BLOCKWISE, out_desc is None)),
+            (_multiply_columns, (ring, scales, out, ends_ptr, E, N, K, 1, BLOCKWISE, out_desc is None)),
             (_load_columns, (ring, scales, operands, counter_ptr, ends_ptr, E, N, K, BLOCKWISE)),
         ],
         [4, 1],

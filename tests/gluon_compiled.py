@@ -29,7 +29,7 @@ def compiled_for_hopper(kernel: JITFunction, launched: Recorded, folder: Path) -
     constants = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr or arguments[p.name] is None}
     signature = {key: "constexpr" if key in constants else mangle_type(value) for key, value in arguments.items()}
     # As for the sizes of models.
-    aligned = [key for key, value in arguments.items() if isinstance(value, Tensor) or key in ("C", "K", "N", "W")]
+    aligned = [key for key, value in arguments.items() if isinstance(value, Tensor) or key in ("C", "K", "N", "V", "W")]
     attributes = {(kernel.arg_names.index(key),): [["tt.divisibility", 16]] for key in aligned if key not in constants}
     source = GluonASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -267,8 +267,8 @@ def _specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int],
 
 
 _LANGUAGE = SimpleNamespace(
-    **{name: getattr(torch, name) for name in ("int32", "int64", "float16", "float32", "zeros_like")},
-    constexpr=None, float8e4nv=torch.float8_e4m3fn, abs=torch.abs, max=lambda x, axis: x.amax(axis),
+    **{name: getattr(torch, name) for name in ("int32", "int64", "float16", "float32", "zeros_like", "exp")},
+    constexpr=None, float8e4nv=torch.float8_e4m3fn, float8e5=torch.float8_e5m2, abs=torch.abs, max=lambda x, axis: x.amax(axis),
     div_rn=lambda a, b: torch.tensor(a) / b,  # of a number torch would multiply by the inverse
     load=_load, store=_store, allocate_shared_memory=_allocate, where=_where, minimum=_minimum, maximum=_maximum,
     atomic_add=_atomic(lambda before, x: before + x), atomic_xchg=_atomic(lambda before, x: x),

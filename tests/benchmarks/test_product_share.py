@@ -53,7 +53,14 @@ def test_grouped_products(tmp_path):
         call("moe_titan::grouped_mm_fp8_weight_grad", [[N, W], [3, N], [K, W], [3, K], [E]], low, 60),
         {"cat": "cpu_op", "name": "aten::mm", "ts": 80, "dur": 1, "tid": 1, "args": {}},
     ]
+    of_all_rows = [
+        call("moe_titan::mm_fp8_weight_grad", [[N, W], [3], [K, W], [3], [], []], low, 100),
+        call("moe_titan::grouped_mm_fp8_weight_grad", [[N, W], [3], [K, W], [3], [2], []], low, 101, dur=5),  # part of it
+        call("moe_titan::mm_fp8_weight_grad_add_", [[N, K], [N, W], [3], [K, W], [3], []], "Float8_e5m2", 120),
+    ]
     path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": of_all_rows}))
+    assert flops_by_type(path, R / 2) == {low: 2 * N * W * K, "Float8_e5m2": 2 * N * W * K}
     path.write_text(json.dumps({"traceEvents": events}))
     one = 2 * R * N * K
     assert flops_by_type(path) == {low: one + 2 * N * W * K, "BFloat16": 2 * one, "float": one}

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import float8_reference
 import numpy as np
 import pytest
 import torch
@@ -9,10 +10,11 @@ import torch.distributed as dist
 from layout_runs import relative_error
 from torch import Tensor
 
+import float8.head
 import kernels.cross_entropy
 from float8.head import EmulatedHead, RowwiseHead
 from float8.recipes import RECIPES
-from kernels.cross_entropy import linear_cross_entropy_sums
+from kernels.cross_entropy import cross_entropy_backward_reference, linear_cross_entropy_sums
 
 T, D, V, IGNORED = 33, 64, 176, -100
 EMULATED = partial(EmulatedHead, recipe=RECIPES["rowwise"])
@@ -49,7 +51,8 @@ def test_equals_its_emulation(monkeypatch, logits_at_a_time) -> None:
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_rounds_as_the_recipe_says(recipe) -> None:
-    """The loss and the gradient of h are those of operands rounded by the recipe, in fp64; the weight's that of h as it is."""
+    """The loss and the gradients are those of operands rounded by the recipe, in fp64. For the weight's only ``rowwise`` rounds h,
+    whose rows it turns, and the gradients of logits, to E5M2."""
     found = run(partial(EmulatedHead, recipe=RECIPES[recipe]))
     h_TD, weight_VD, labels_T = (each.double() if each.is_floating_point() else each for each in inputs())
     quantizers, trained_T = RECIPES[recipe], labels_T != IGNORED
@@ -61,7 +64,13 @@ def test_rounds_as_the_recipe_says(recipe) -> None:
     grad_h_TD = quantizers.grad.simulate(grad_TV.bfloat16().float(), 1).double() @ quantizers.weight.simulate(weight_VD, 0)
     # Stochastic rounding depends on the last bit of each number.
     assert relative_error(found[1], grad_h_TD.numpy()) < (6e-2 if quantizers.grad.stochastic else 5e-3)
-    assert relative_error(found[2], (grad_TV.t() @ h_TD).numpy()) < 5e-3
+    exact_VD = grad_TV.t() @ h_TD
+    if recipe == "rowwise":
+        rounded_TV = float8_reference.nearest(grad_TV.bfloat16().double().numpy() * 2**15, "e5m2") / 2**15
+        rounded_VD = torch.from_numpy(rounded_TV).t() @ float8_reference.simulate_turned(h_TD, recipe, "input")
+        assert relative_error(rounded_VD.numpy(), exact_VD.numpy()) < 6e-2
+        exact_VD = rounded_VD
+    assert relative_error(found[2], exact_VD.numpy()) < 5e-3
     assert not found[1][~trained_T].any()
 
 
@@ -78,16 +87,19 @@ def test_cut_vocabulary(pool) -> None:
 def test_scales_are_those_of_the_largest(monkeypatch) -> None:
     """Found without looking at the gradients: bit for bit what quantising these gives, but for numbers that round at a tie."""
     kept = {}
-    written = kernels.cross_entropy.cross_entropy_backward_fp8_
+    written = float8.head.cross_entropy_backward_fp8
 
-    def keep(logits_TV, *arguments):
-        kept["elements"] = written(logits_TV, *arguments)
-        kept["grad"], kept["factor"] = logits_TV.clone(), arguments[-1]
-        return kept["elements"]
+    def keep(*arguments):
+        kept["grad"] = cross_entropy_backward_reference(*arguments[:5])
+        kept["elements"], kept["turned"] = written(*arguments)
+        kept["factor"], kept["turned_factor"] = arguments[5:]
+        return kept["elements"], kept["turned"]
 
-    monkeypatch.setattr("float8.head.cross_entropy_backward_fp8_", keep)
+    monkeypatch.setattr("float8.head.cross_entropy_backward_fp8", keep)
     run(RowwiseHead)
     expected = RECIPES["rowwise"].grad.quantize(kept["grad"], 1)
     trained_T = kept["grad"].any(1)
     assert torch.equal(1 / kept["factor"][trained_T], expected.scale[trained_T].flatten())
     assert torch.equal(kept["elements"].float(), expected.elements.float())
+    assert kept["turned_factor"].item() == 2.0**15  # by which a probability of 1 fits E5M2
+    assert 2.0**13 < kept["turned"].float().abs().max() < 57344

@@ -14,7 +14,7 @@ from float8.experts import EmulatedProducts, Float8Products
 from float8.head import EmulatedHead, RowwiseHead
 from float8.kernel_linear import KernelLinear
 from float8.recipes import RECIPES
-from kernels import grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8, turn_rows
+from kernels import cross_entropy_fp8, grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8, turn_rows
 from kernels.cross_entropy import linear_cross_entropy_sums
 
 GROUPS = [1, 0, 7, 127, 129, 16, 0, 300, 513]
@@ -177,6 +177,36 @@ def test_weight_grad_in_parts(poisoned, recipe, N, K, rows) -> None:
     actual = poisoned(grouped_mm_fp8.mm_fp8_weight_grad, *operands, rows, blockwise)
     expected = grouped_mm_fp8.grouped_mm_fp8_weight_grad_reference(*operands, end, blockwise)[0]
     assert relative_error(actual, expected) < PRODUCT if rows else not actual.any()
+
+
+@pytest.mark.parametrize(("N", "K"), [(384, 256), (144, 80), (1040, 2048)])
+@pytest.mark.parametrize("rows", [0, 1, 1000, 3277])
+def test_weight_grad_added_to_a_sum(N, K, rows) -> None:
+    """Of gradients in E5M2, in fp32, and the same bits again."""
+    ends = ends_of([rows])
+    grad_NW, grad_scale, end = of_weight_grad(randn(rows, N), ends, False)
+    operands = grad_NW.float().to(torch.float8_e5m2), grad_scale, *of_weight_grad(randn(rows, K), ends, False)[:2]
+    before_NK = torch.randn(N, K, device="cuda")
+    sums = [before_NK.clone() for _ in range(2)]
+    for sum_NK in sums:
+        grouped_mm_fp8.mm_fp8_weight_grad_add_(sum_NK, *operands, rows)
+    expected = before_NK + grouped_mm_fp8._weight_grad_reference(*operands, end, False)[0]
+    assert torch.equal(*sums) and relative_error(sums[0], expected) < 2e-5
+
+
+@pytest.mark.parametrize(("T", "V", "first"), [(333, 4112, 0), (128, 151936, 0), (1, 16, 16), (0, 128, 0)])
+def test_gradients_of_logits(poisoned, T, V, first) -> None:
+    logits_TV, labels_T, grad_T = 3 * randn(T, V + 16)[:, :V], torch.randint(first, first + V, (T,)), torch.rand(T)
+    if T > 2:
+        labels_T[0], labels_T[1], grad_T[2] = -100, first + V, 0
+    lse_T, factor_T = logits_TV.float().logsumexp(1).cpu(), 2.0 ** torch.randint(6, 11, (T,))
+    arguments = logits_TV, labels_T.cuda(), lse_T.cuda(), grad_T.cuda(), first, factor_T.cuda(), torch.tensor([32768.0]).cuda()
+    actual = poisoned(cross_entropy_fp8.cross_entropy_backward_fp8, *arguments)
+    for mine, wanted in zip(actual, cross_entropy_fp8.cross_entropy_backward_fp8(*cpu(*arguments)), strict=True):
+        assert mine.shape == wanted.shape and mine.dtype == wanted.dtype
+        if T:  # the exponential's last bit moves what is half-way between two
+            assert (mine.cpu().float() != wanted.float()).double().mean() < 5e-3
+            assert relative_error(mine.cpu().float(), wanted.float()) < 5e-3
 
 
 def worst_row(actual: Tensor, expected: Tensor) -> float:
