@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a scr
 
 from benchmarks.trace_summary import read_events
 
-# By operator: the places of its operands [.., K] and, of the second, the dimension that is not summed over. Ours that are grouped are
-# of groups of rows, the first operand's first dimension, or its second one if both are turned.
+# By operator: the places of its operands [.., K] and, of the second, the dimension that is not summed over. Ours that are grouped
+# are of groups of rows, the first operand's first dimension, or its second one if both are turned.
 PRODUCTS = {
     **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_grouped_mm", "aten::_scaled_grouped_mm"), (0, 1, -1)),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm"), (1, 2, -1)),

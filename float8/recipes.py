@@ -153,8 +153,8 @@ TURNED_ROWS = 128
 def turned_rows(quantizer: Quantizer, x_RK: Tensor) -> Tensor:
     """Rows quantised for a product over dimension 1 as a product over the rows sees them, in fp32 (fp64 for fp64).
 
-    The elements of each 128 rows, and of the rest, become those of the largest of their scales; all of these are powers of two, so
-    that only what is less than the format's smallest number is rounded once more.
+    The elements of each 128 rows, and of the rest, become those of the largest of their scales; all of these are powers of two,
+    so that only what is less than the format's smallest number is rounded once more.
     """
     elements_RK, scale_R1 = quantizer.quantize(x_RK, 1)
     wide = torch.promote_types(x_RK.dtype, torch.float32)

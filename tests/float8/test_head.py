@@ -51,8 +51,8 @@ def test_equals_its_emulation(monkeypatch, logits_at_a_time) -> None:
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_rounds_as_the_recipe_says(recipe) -> None:
-    """The loss and the gradients are those of operands rounded by the recipe, in fp64. For the weight's only ``rowwise`` rounds h,
-    whose rows it turns, and the gradients of logits, to E5M2."""
+    """The loss and the gradients are those of operands rounded by the recipe, in fp64. For the weight's only ``rowwise`` rounds
+    h, whose rows it turns, and the gradients of logits, to E5M2."""
     found = run(partial(EmulatedHead, recipe=RECIPES[recipe]))
     h_TD, weight_VD, labels_T = (each.double() if each.is_floating_point() else each for each in inputs())
     quantizers, trained_T = RECIPES[recipe], labels_T != IGNORED
