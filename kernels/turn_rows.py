@@ -46,16 +46,17 @@ def launch_turn_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from kernels.group_pieces import PIECE, WARPS
     from kernels.launch import launch  # takes Gluon, as the kernel does
-    from kernels.turn_rows_kernels import COLUMNS, _turn_rows_kernel
+    from kernels.turn_rows_kernels import _turn_rows_kernel, columns
 
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, C, E = len(x) if pair_R is None else len(pair_R), x.shape[1], len(offsets_E)
     elements_CW, scale_B, ends_E = _empty(x, rows, E)
-    parts = triton.cdiv(C, COLUMNS.value) * (triton.cdiv(rows, BLOCK * PIECE.value) + E)
+    width = columns(x.itemsize)
+    parts = triton.cdiv(C, width) * (triton.cdiv(rows, BLOCK * PIECE.value) + E)
     launch(
         _turn_rows_kernel, programs(parts, x.device, FEW), x, x_scale, pair_R, offsets_E, elements_CW, scale_B, ends_E,
         C, E, elements_CW.shape[1], x.stride(0), x_scale.stride(0),
-        options={"num_warps": WARPS.value}, CHOICES=0 if pair_R is None else choices, E_P=triton.next_power_of_2(E),
+        options={"num_warps": WARPS.value, "maxnreg": 128}, CHOICES=0 if pair_R is None else choices, E_P=triton.next_power_of_2(E), COLUMNS=width,
     )  # fmt: skip
     return elements_CW, scale_B, ends_E
 

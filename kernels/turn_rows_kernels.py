@@ -1,7 +1,8 @@
 """The kernel behind :func:`kernels.turn_rows.turn_rows`, in Gluon.
 
-What turns a block without a detour: a thread holds 16 rows of eight columns, so that half a warp reads a row's 128 elements in
-one piece, and the thread's part of a column is 16 bytes side by side on the way out, which its other half continues.
+What turns a block without a detour: a thread holds 16 rows of as many columns as have eight bytes, so that half a warp reads 128
+bytes of a row in one piece, and the thread's part of a column is 16 bytes side by side on the way out, which its other half
+continues.
 """
 
 from triton.experimental import gluon
@@ -9,17 +10,27 @@ from triton.experimental.gluon import language as gl
 
 from kernels.group_pieces import ROWS, groups, in_a_warp, place_of, store_end
 
-COLUMNS = gl.constexpr(128)
-READ = gl.constexpr(gl.BlockedLayout([16, 8], [2, 16], [4, 1], [1, 0]))
-WRITTEN = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        lane_bases=[[8, 0], [16, 0], [32, 0], [64, 0], [0, 16]],
+
+def columns(itemsize: int) -> int:
+    """Of a block of numbers of so many bytes."""
+    return 128 // itemsize
+
+
+@gluon.constexpr_function
+def _read_layout(columns):
+    return gl.BlockedLayout([16, columns // 16], [2, 16], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _written_layout(columns):
+    mine = columns // 16
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8]] + [[1 << i, 0] for i in range(mine.bit_length() - 1)],
+        lane_bases=[[mine << i, 0] for i in range(4)] + [[0, 16]],
         warp_bases=[[0, 32], [0, 64]],
         block_bases=[],
-        shape=[128, 128],
+        shape=[columns, 128],
     )
-)
 
 
 @gluon.jit
@@ -51,7 +62,9 @@ def _elements(x_RC, scale_R):
 
 
 @gluon.jit
-def _turn_piece(source, result, slab, place, C, W, stride_r: gl.constexpr, CHOICES: gl.constexpr):
+def _turn_piece(source, result, slab, place, C, W, stride_r: gl.constexpr, CHOICES: gl.constexpr, COLUMNS: gl.constexpr):
+    READ: gl.constexpr = _read_layout(COLUMNS)
+    WRITTEN: gl.constexpr = _written_layout(COLUMNS)
     x_ptr, x_scale_ptr, scale_stride_r, pair_ptr = source
     out_ptr, scale_ptr, ends_ptr = result
     e, begin, end, _, block, behind, ahead = place
@@ -80,9 +93,9 @@ def _turn_piece(source, result, slab, place, C, W, stride_r: gl.constexpr, CHOIC
 def _turn_rows_kernel(
     x_ptr, x_scale_ptr, pair_ptr, offsets_ptr, out_ptr, scale_ptr, ends_ptr, C, E, W,
     stride_r: gl.constexpr, scale_stride_r,
-    CHOICES: gl.constexpr, E_P: gl.constexpr,
+    CHOICES: gl.constexpr, E_P: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Turns the rows of groups, 128 rows of 128 columns at a time, whose elements become multiples of their largest scale.
+    """Turns the rows of groups, 128 rows of a slab of columns at a time, whose elements become multiples of their largest scale.
 
     Columns go slab by slab, each of all groups, so that the L2 cache has the part of a token that several rows are made of.
     """
@@ -90,4 +103,4 @@ def _turn_rows_kernel(
     _, _, _, pieces_E = groups(offsets_ptr, E, E_P)
     pieces, slabs = gl.sum(pieces_E, 0), gl.cdiv(C, COLUMNS)
     for i in range(gl.program_id(0), slabs * pieces, gl.num_programs(0)):
-        _turn_piece(source, result, i // pieces, place_of(offsets_ptr, i % pieces, E, E_P), C, W, stride_r, CHOICES)
+        _turn_piece(source, result, i // pieces, place_of(offsets_ptr, i % pieces, E, E_P), C, W, stride_r, CHOICES, COLUMNS)

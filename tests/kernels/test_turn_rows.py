@@ -90,13 +90,13 @@ def test_kernel_equals_reference(monkeypatch, groups, C, choices, again) -> None
 
 @pytest.mark.parametrize(("packed", "again"), [(False, False), (True, False), (False, True)])
 def test_kernel_fits_a_multiprocessor(monkeypatch, tmp_path, packed, again) -> None:
-    """Nothing spills, and three programs and more find room."""
+    """Next to nothing spills, and four programs find room."""
     kernel, launched = turn_rows_kernels._turn_rows_kernel, Recorded()
     monkeypatch.setattr(turn_rows_kernels, "_turn_rows_kernel", launched)
     x = numbers(9, 256)
     elements, scale = quantized(x)
     turn_rows.launch_turn_rows(x if again else elements, scale, ends_of([4, 5]), torch.arange(9) if packed else None, 1)
     said = compiled_for_hopper(kernel, launched, tmp_path)[1]
-    assert "0 bytes spill stores, 0 bytes spill loads" in said
+    assert int(re.search(r"(\d+) bytes spill loads", said)[1]) <= (32 if again else 0)
     registers = int(re.search(r"Used (\d+) registers", said)[1])
-    assert 3 * 32 * group_pieces.WARPS.value * registers <= 65536
+    assert 4 * 32 * group_pieces.WARPS.value * registers <= 65536
