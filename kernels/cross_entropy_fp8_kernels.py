@@ -25,7 +25,7 @@ def _gradients_kernel(
     logits_ptr += gl.to_tensor(first_t).to(gl.int64) * stride_t
     logit_TV = gl.load(logits_ptr + row_T[:, None] * stride_t + v_V[None, :], mask=mask_TV, other=-float("inf"))
     prob_TV = gl.exp(logit_TV.to(gl.float32) - gl.load(lse_ptr + t_T, mask=here_T, other=0.0)[:, None])
-    column_T = gl.load(labels_ptr + t_T, mask=here_T, other=-1) - first
+    column_T = (gl.load(labels_ptr + t_T, mask=here_T, other=-1) - first).to(gl.int32)
     grad_TV = gl.where(v_V[None, :] == column_T[:, None], prob_TV - 1.0, prob_TV)
     grad_TV *= gl.load(grad_ptr + t_T, mask=here_T, other=0.0)[:, None]
     grad_TV = grad_TV.to(logit_TV.dtype).to(gl.float32)

@@ -182,7 +182,7 @@ def test_weight_grad_in_parts(poisoned, recipe, N, K, rows) -> None:
 @pytest.mark.parametrize(("N", "K"), [(384, 256), (144, 80), (1040, 2048)])
 @pytest.mark.parametrize("rows", [0, 1, 1000, 3277])
 def test_weight_grad_added_to_a_sum(N, K, rows) -> None:
-    """Of gradients in E5M2, in fp32, and the same bits again."""
+    """Of gradients in E5M2, in fp32 but for what tensor cores keep of 128 rows, and the same bits again."""
     ends = ends_of([rows])
     grad_NW, grad_scale, end = of_weight_grad(randn(rows, N), ends, False)
     operands = grad_NW.float().to(torch.float8_e5m2), grad_scale, *of_weight_grad(randn(rows, K), ends, False)[:2]
@@ -191,7 +191,7 @@ def test_weight_grad_added_to_a_sum(N, K, rows) -> None:
     for sum_NK in sums:
         grouped_mm_fp8.mm_fp8_weight_grad_add_(sum_NK, *operands, rows)
     expected = before_NK + grouped_mm_fp8._weight_grad_reference(*operands, end, False)[0]
-    assert torch.equal(*sums) and relative_error(sums[0], expected) < 2e-5
+    assert torch.equal(*sums) and relative_error(sums[0], expected) < 1e-3
 
 
 @pytest.mark.parametrize(("T", "V", "first"), [(333, 4112, 0), (128, 151936, 0), (1, 16, 16), (0, 128, 0)])

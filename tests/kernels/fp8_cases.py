@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from kernels import packed_tokens, quantize, swiglu_fp8
+from kernels import grouped_mm_fp8, packed_tokens, quantize, swiglu_fp8
 
 for _module in (quantize, swiglu_fp8):
     _module.programs = lambda R, *_: (min(R, 3),)  # so that programs take more rows than one
@@ -142,6 +142,13 @@ def measured_cases():
         yield f"measure_and_quantize_weights largest {E}x{N}x{K}", different(largest_EK, expected_EK)
 
 
+def part_cases():
+    for P, N, K in ((2, 16, 16), (3, 48, 80), (8, 128, 144)):
+        parts_PNK = torch.randn(P, N, K).bfloat16()
+        expected = parts_PNK.double().sum(0).float().bfloat16()  # no sum of so few is between two of fp32 and of bf16, too
+        yield f"add_parts {P}x{N}x{K}", different(grouped_mm_fp8._launch_add_parts(parts_PNK), expected)
+
+
 def dequantized(elements: Tensor, scale: Tensor) -> Tensor:
     """Rows [R, D] of elements times their scales."""
     wide = scale[:, None] if scale.ndim == 1 else scale.t().repeat_interleave(128, 1)
@@ -244,7 +251,7 @@ def swiglu_cases():
         yield f"weighted_swiglu_fp8_backward quantised {case}", same_products((elements[filled], scale[..., filled]), own)
 
 
-CASES = (row_cases, tile_cases, measured_cases, swiglu_cases, packed_cases)
+CASES = (row_cases, tile_cases, measured_cases, part_cases, swiglu_cases, packed_cases)
 
 if __name__ == "__main__":
     torch.manual_seed(0)

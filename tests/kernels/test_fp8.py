@@ -22,6 +22,7 @@ EXACT = [
     "spread_rows_fp8",
     "quantize_tiles",
     "measure_and_quantize_weights",
+    "add_parts",
     "weighted_swiglu_rowwise_backward",
     *PACKED,
 ]
@@ -32,7 +33,7 @@ ROUNDED = ["weighted_swiglu_fp8", "weighted_swiglu_fp8_backward"]
 def test_kernel_equals_reference(errors, kernel) -> None:
     """Quantisers bit for bit, as both round to nearest; others within a rounding of their results."""
     of_kernel = {case: error for case, error in errors.items() if case.startswith(kernel + " ")}
-    assert len(of_kernel) >= 10
+    assert len(of_kernel) >= (3 if kernel == "add_parts" else 10)
     assert not {case: error for case, error in of_kernel.items() if not error <= (kernel in ROUNDED)}
 
 
