@@ -20,13 +20,7 @@ from kernels.packed_tokens import (
     spread_packed,
     unpack_tokens,
 )
-from kernels.quantize import (
-    measure_and_quantize_weights,
-    quantize_columns,
-    quantize_rows,
-    quantize_weights,
-    spread_rows_fp8,
-)
+from kernels.quantize import quantize_columns, quantize_rows, quantize_weights, spread_rows_fp8
 from kernels.swiglu_fp8 import weighted_swiglu_fp8, weighted_swiglu_fp8_backward, weighted_swiglu_rowwise_backward
 from kernels.turn_rows import turn_rows
 
@@ -94,29 +88,22 @@ class Float8Products(Products):
         operand, grad = super().output_grad(grad, num_rows)
         return operand, operand if self._turns_rows else grad
 
-    def room_for_largest(self, w_ENK: Tensor) -> Tensor | None:
-        if self.blockwise or self._kept is not None:  # where the first of several outputs alone would find it
-            return None
-        return w_ENK.new_zeros(len(w_ENK), w_ENK.shape[2], dtype=torch.float32)
+    def output(self, x_RK: Operand, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
+        return self._product(x_RK, w_ENK, offsets_E, transposed=False)
 
-    def output(self, x_RK: Operand, w_ENK: Tensor, offsets_E: Tensor, largest_EK: Tensor | None = None) -> Tensor:
-        return self._product(x_RK, w_ENK, offsets_E, False, largest_EK)
+    def input_grad(self, grad_RN: Operand, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
+        return self._product(grad_RN, w_ENK, offsets_E, transposed=True)
 
-    def input_grad(self, grad_RN: Operand, w_ENK: Tensor, offsets_E: Tensor, largest_EK: Tensor | None = None) -> Tensor:
-        return self._product(grad_RN, w_ENK, offsets_E, True, largest_EK)
-
-    def _product(self, x: Operand, w_ENK: Tensor, offsets_E: Tensor, transposed: bool, largest_EK: Tensor | None) -> Tensor:
+    def _product(self, x: Operand, w_ENK: Tensor, offsets_E: Tensor, transposed: bool) -> Tensor:
         if isinstance(x, Tensor):
             x = quantize_rows(x, offsets_E[-1:], self.blockwise)
-        return grouped_mm_fp8(*x, *self._weights(w_ENK, transposed, largest_EK), offsets_E, self.blockwise)
+        return grouped_mm_fp8(*x, *self._weights(w_ENK, transposed), offsets_E, self.blockwise)
 
-    def _weights(self, w_ENK: Tensor, transposed: bool, largest_EK: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _weights(self, w_ENK: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
         if isinstance(w_ENK, TiledWeight):
             return w_ENK.operand(transposed)
         if self._kept is None:
-            if largest_EK is not None and not transposed:
-                return measure_and_quantize_weights(w_ENK, largest_EK)
-            return quantize_weights(w_ENK, self.blockwise, transposed, largest_EK)
+            return quantize_weights(w_ENK, self.blockwise, transposed)
         key = w_ENK.shape, transposed
         if key not in self._kept:
             self._kept[key] = quantize_weights(w_ENK, self.blockwise, transposed)
@@ -167,10 +154,10 @@ class EmulatedProducts(Products):
             return gate_up_R2F
         return self.recipe.input.simulate(gate_up_R2F.flatten(1), 1).to(gate_up_R2F.dtype).view_as(gate_up_R2F)
 
-    def output(self, x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor, largest_EK: Tensor | None = None) -> Tensor:
+    def output(self, x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
         return grouped_output(self.recipe, x_RK, w_ENK, offsets_E)
 
-    def input_grad(self, grad_RN: Tensor, w_ENK: Tensor, offsets_E: Tensor, largest_EK: Tensor | None = None) -> Tensor:
+    def input_grad(self, grad_RN: Tensor, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
         return grouped_input_grad(self.recipe, grad_RN, w_ENK, offsets_E)
 
     def weight_grad(self, grad_RN: Operand | TokenRows, x_RK: Operand | TokenRows, offsets_E: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from float8.rowwise_product import rowwise_product
 from kernels.cross_entropy import HeadProducts, LogitsSlice, add_product, cross_entropy_backward_
 from kernels.cross_entropy_fp8 import cross_entropy_backward_fp8
 from kernels.grouped_mm_fp8 import mm_fp8_weight_grad, mm_fp8_weight_grad_add_
-from kernels.quantize import BLOCK, measure_and_quantize_weights, quantize_rows, quantize_weights
+from kernels.quantize import BLOCK, quantize_columns, quantize_rows
 from kernels.turn_rows import turn_rows
 
 
@@ -24,19 +24,21 @@ class RowwiseHead(HeadProducts):
     and one for all of the logits' gradient."""
 
     @cached_property
-    def _words(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The weight's rows, and the largest magnitudes of its columns."""
-        largest_1D = torch.zeros_like(self.weight_VD[:1], dtype=torch.float32)
-        elements_1VD, scale_1V = measure_and_quantize_weights(self.weight_VD[None], largest_1D)
-        return elements_1VD[0], scale_1V[0], largest_1D
+    def _rows(self) -> Tensor:
+        """How many the weight has, on the device."""
+        return self.weight_VD.new_full((1,), len(self.weight_VD), dtype=torch.int32)
+
+    @cached_property
+    def _words(self) -> tuple[Tensor, Tensor]:
+        return quantize_rows(self.weight_VD, self._rows, False)
 
     @cached_property
     def _columns(self) -> tuple[Tensor, Tensor]:
-        elements_1DV, scale_1D = quantize_weights(self.weight_VD[None], False, True, self._words[2])
-        return elements_1DV[0], scale_1D[0]
+        elements_DW, scale_1D, _ = quantize_columns(self.weight_VD, self._rows, False)
+        return elements_DW[:, : len(self.weight_VD)], scale_1D.flatten()
 
     def logits(self, h_TD: Tensor) -> Tensor:
-        return rowwise_product(*quantize_rows(h_TD, _one_group(h_TD), False), *self._words[:2], h_TD.dtype, fast=True)
+        return rowwise_product(*quantize_rows(h_TD, _one_group(h_TD), False), *self._words, h_TD.dtype, fast=True)
 
     def grads(self, h_TD: Tensor, part: LogitsSlice, sum_VD: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         logits_TV, labels_T, lse_T, _, grad_T, first = part

@@ -73,15 +73,11 @@ class Products:
             return grad, grad
         return self.rows(grad.x_ND, grad.row_NK, len(grad.pair_R)), grad
 
-    def room_for_largest(self, w_ENK: Tensor) -> Tensor | None:
-        """Zeros [E, K] for what :meth:`output` is to find of a weight's columns for :meth:`input_grad`, if that needs it."""
-        return None
-
-    def output(self, x_RK: Operand, w_ENK: Tensor, offsets_E: Tensor, largest_EK: Tensor | None = None) -> Tensor:
+    def output(self, x_RK: Operand, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
         """``x @ w[e]^T`` [R, N]."""
         return grouped_mm(x_RK, w_ENK.transpose(1, 2), offsets_E)
 
-    def input_grad(self, grad_RN: Operand, w_ENK: Tensor, offsets_E: Tensor, largest_EK: Tensor | None = None) -> Tensor:
+    def input_grad(self, grad_RN: Operand, w_ENK: Tensor, offsets_E: Tensor) -> Tensor:
         """``grad @ w[e]`` [R, K]."""
         return grouped_mm(grad_RN, w_ENK, offsets_E)
 
@@ -113,9 +109,9 @@ def expert_mlp_reference(
     return torch.cat(outputs)
 
 
-def _up(rows_RD: Operand, w13_E2FD: Tensor, offsets_E: Tensor, products: Products, largest_ED: Tensor | None = None) -> Tensor:
+def _up(rows_RD: Operand, w13_E2FD: Tensor, offsets_E: Tensor, products: Products) -> Tensor:
     """Gate and up pre-activations [R, 2, F] of the rows, in one product."""
-    return products.output(rows_RD, w13_E2FD.flatten(1, 2), offsets_E, largest_ED).view(-1, *w13_E2FD.shape[1:3])
+    return products.output(rows_RD, w13_E2FD.flatten(1, 2), offsets_E).view(-1, *w13_E2FD.shape[1:3])
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -139,16 +135,14 @@ class _ExpertMLP(torch.autograd.Function):
     ):
         ctx.products, ctx.put_off, ctx.grads = products, put_off, grads
         tokens = x_ND if packed_NW is None else products.packing.received(packed_NW, x_ND.shape[1])
-        largest_ED = largest_EF = None
         if needed:
             rows, tokens = products.spread(tokens, row_NK, len(pair_R))
-            largest_ED, largest_EF = map(products.room_for_largest, (w13_E2FD.flatten(1, 2), w2_EDF))
         else:
             rows = products.rows(tokens, row_NK, len(pair_R))
         ctx.tokens, words_NW = None, None
         if isinstance(tokens, PackedTokens):
             x_ND, words_NW, ctx.tokens = None, tokens.words_NW, tokens._replace(words_NW=None)
-        gate_up_R2F = _up(rows, w13_E2FD, offsets_E, products, largest_ED)
+        gate_up_R2F = _up(rows, w13_E2FD, offsets_E, products)
         del rows
         act_RF = products.swiglu(gate_up_R2F, weights_P, pair_R, offsets_E[-1:])
         kept = None if recompute else products.keep(gate_up_R2F, offsets_E[-1:])
@@ -156,16 +150,12 @@ class _ExpertMLP(torch.autograd.Function):
         # Not a saved tensor, since other layers write to the same one.
         ctx.stashed = None if kept is None or stash is None else stash(kept, offsets_E[-1:])
         kept = None if ctx.stashed is not None else kept
-        output_RD = products.output(act_RF, w2_EDF, offsets_E, largest_EF)
-        weights = w13_E2FD, w2_EDF, largest_ED, largest_EF
-        ctx.save_for_backward(x_ND, words_NW, *weights, weights_P, pair_R, row_NK, offsets_E, kept)
-        return output_RD
+        ctx.save_for_backward(x_ND, words_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, kept)
+        return products.output(act_RF, w2_EDF, offsets_E)
 
     @staticmethod
     def backward(ctx, grad_RD):
-        x_ND, words_NW, w13_E2FD, w2_EDF, largest_ED, largest_EF, *others = ctx.saved_tensors
-        weights_P, pair_R, row_NK, offsets_E, gate_up = others
-        del others
+        x_ND, words_NW, w13_E2FD, w2_EDF, weights_P, pair_R, row_NK, offsets_E, gate_up = ctx.saved_tensors
         products, grad_ND = ctx.products, None if ctx.grads is None else ctx.grads.take()
         grad = grad_RD.contiguous() if grad_ND is None else TokenRows(grad_ND, pair_R, row_NK)
         operand, grad = products.output_grad(grad, offsets_E[-1:])
@@ -175,7 +165,7 @@ class _ExpertMLP(torch.autograd.Function):
         kept = ctx.stashed or Kept(gate_up)
         del gate_up
         # Here is a step's peak of memory: what has been used must not wait for the end.
-        grad_act_RF = products.input_grad(operand, w2_EDF, offsets_E, largest_EF)
+        grad_act_RF = products.input_grad(operand, w2_EDF, offsets_E)
         del operand
         grad_operand, grad_gate_up, grad_weights_P, act = products.swiglu_backward(
             grad_act_RF, kept, weights_P, pair_R, offsets_E[-1:]
@@ -183,9 +173,8 @@ class _ExpertMLP(torch.autograd.Function):
         del grad_act_RF, kept
         grad_w2_EDF = products.weight_grad(grad, act, offsets_E)
         del act, grad, grad_ND
-        grad_rows_RD = products.input_grad(grad_operand, w13_E2FD.flatten(1, 2), offsets_E, largest_ED)
-        grad_x_ND = gather_sum(grad_rows_RD, row_NK)
-        del grad_operand, grad_rows_RD
+        grad_x_ND = gather_sum(products.input_grad(grad_operand, w13_E2FD.flatten(1, 2), offsets_E), row_NK)
+        del grad_operand
 
         def grad_w13() -> Tensor:
             # Copied as late as possible, so that the rows live for one product only.

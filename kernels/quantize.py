@@ -14,7 +14,6 @@ from torch import Tensor
 from kernels.op import op
 from kernels.programs import TOGETHER, programs
 from kernels.quantize_kernels import (
-    _measure_and_quantize_kernel,
     _quantize_rows_kernel,
     _quantize_tiles_kernel,
     _spread_rows_kernel,
@@ -166,9 +165,8 @@ def _(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tensor, Tensor]:
 
 
 def launch_columns(
-    x: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None, choices: int,
-    x_scale: Tensor | None = None, largest_EC: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None, choices: int, x_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """With ``x_scale`` blockwise, of elements of E4M3 that have a scale for 128 of a row."""
     from kernels.group_pieces import PIECE, WARPS
     from kernels.launch import launch  # takes Gluon, as the kernels do
@@ -178,39 +176,31 @@ def launch_columns(
     rows = rows if pair_R is None else len(pair_R)
     elements_CW, scale, ends_E = empty_columns(x, C, rows, E, blockwise)
     slabs = triton.cdiv(C, COLUMNS.value)
-    parts = slabs * (triton.cdiv(rows, BLOCK * PIECE.value) + E)
-    if blockwise:
-        bits = None
-    elif largest_EC is None:
-        parts, bits = 2 * parts, scale.new_zeros(E * (C + slabs) + 1, dtype=torch.int32)
-    else:
-        bits = largest_EC.view(torch.int32)
+    parts = slabs * (triton.cdiv(rows, BLOCK * PIECE.value) + E) * (1 if blockwise else 2)
+    bits = None if blockwise else scale.new_zeros(E * (C + slabs) + 1, dtype=torch.int32)
     launch(
         _quantize_columns_kernel, programs(parts, x.device, TOGETHER), x, x_scale, pair_R, offsets_E, bits, elements_CW, scale,
         ends_E, C, E, elements_CW.shape[1], x.stride(0), 0 if x_scale is None else x_scale.stride(0),
         options={"num_warps": WARPS.value}, CHOICES=0 if pair_R is None else choices, E_P=triton.next_power_of_2(E),
-        MEASURES=not blockwise and largest_EC is None,
     )  # fmt: skip
     return elements_CW, scale, ends_E
 
 
 @op("quantize_columns")
 def quantize_columns(
-    x_RC: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None = None, choices: int = 1,
-    largest_EC: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x_RC: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None = None, choices: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantises the columns of each group of rows, over which a product sums, and turns them into rows.
 
     Args:
         x_RC: [R, C] bf16 or fp32; with ``pair_R`` [N, C], of which row r of R is ``x[pair_R[r] // choices]``.
         offsets_E: [E] int32 ends of the groups of rows.
-        largest_EC: fp32, the largest magnitudes of each group's columns where they are known, which saves looking for them.
     Returns:
         Elements [C, W]: of each group its rows, then zeros up to a multiple of 128, at least one; W is room for that. Scales
         [E, C], blockwise [W / 128, C]. The end of each group in W, int32 [E]. What is past the last is unspecified.
     """
     if x_RC.is_cuda:
-        return launch_columns(x_RC, offsets_E, blockwise, pair_R, choices, None, None if blockwise else largest_EC)
+        return launch_columns(x_RC, offsets_E, blockwise, pair_R, choices)
     if pair_R is not None:
         x_RC = x_RC[(pair_R // choices).clamp(min=0).long()]
     return quantize_columns_reference(x_RC, offsets_E, blockwise)
@@ -218,9 +208,8 @@ def quantize_columns(
 
 @torch.library.register_fake(quantize_columns)
 def _(
-    x_RC: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None = None, choices: int = 1,
-    largest_EC: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x_RC: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None = None, choices: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
     return empty_columns(x_RC, x_RC.shape[1], len(x_RC) if pair_R is None else len(pair_R), len(offsets_E), blockwise)
 
 
@@ -253,37 +242,8 @@ def _(w_ENK: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     return _empty_tiles(w_ENK, transposed)
 
 
-_MEASURED_ROWS = 64  # of a program
-
-
-def _launch_measured(w_ENK: Tensor, largest_EK: Tensor) -> tuple[Tensor, Tensor]:
-    (E, N, K), w_ENK = w_ENK.shape, w_ENK.contiguous()
-    elements_ENK, scale_EN = w_ENK.new_empty(E, N, K, dtype=E4M3), w_ENK.new_empty(E, N, dtype=torch.float32)
-    _measure_and_quantize_kernel[(triton.cdiv(N, _MEASURED_ROWS), E)](
-        w_ENK, elements_ENK, scale_EN, largest_EK.view(torch.int32), N, K,
-        ROWS=_MEASURED_ROWS, BLOCKS=blocks_of_row(K), num_warps=warps(K),
-    )  # fmt: skip
-    return elements_ENK, scale_EN
-
-
-@op("measure_and_quantize_weights", mutates_args=("largest_EK",))
-def measure_and_quantize_weights(w_ENK: Tensor, largest_EK: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`quantize_weights` with a scale a row, not transposed, that raises ``largest_EK``, fp32, to the largest magnitudes of
-    each matrix's columns: of zeros, it makes what quantising them transposed may be given."""
-    if w_ENK.is_cuda:
-        return _launch_measured(w_ENK, largest_EK)
-    torch.maximum(largest_EK, w_ENK.float().abs().amax(1), out=largest_EK)
-    elements, scale = quantize_rows_reference(w_ENK.flatten(0, 1), False)
-    return elements.view(w_ENK.shape), scale.view(w_ENK.shape[:2])
-
-
-@torch.library.register_fake(measure_and_quantize_weights)
-def _(w_ENK: Tensor, largest_EK: Tensor) -> tuple[Tensor, Tensor]:
-    return w_ENK.new_empty(w_ENK.shape, dtype=E4M3), w_ENK.new_empty(w_ENK.shape[:2], dtype=torch.float32)
-
-
-def quantize_weights(w_ENK: Tensor, blockwise: bool, transposed: bool, largest_EK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Weights for a product that sums over K, or over N if transposed, for which ``largest_EK`` may be known.
+def quantize_weights(w_ENK: Tensor, blockwise: bool, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Weights for a product that sums over K, or over N if transposed.
 
     Returns:
         Elements [E, N, K] and scales [E, N], blockwise [E, N / 128, K / 128]; N and K swapped if transposed. The elements along
@@ -297,6 +257,6 @@ def quantize_weights(w_ENK: Tensor, blockwise: bool, transposed: bool, largest_E
     if not transposed:
         elements, scale = quantize_rows(rows, ends_E[-1:], False)
         return elements.view(E, N, K), scale.view(E, N)
-    elements_KW, scale_EK, _ = quantize_columns(rows, ends_E, False, largest_EC=largest_EK)
+    elements_KW, scale_EK, _ = quantize_columns(rows, ends_E, False)
     width = triton.cdiv(N, BLOCK) * BLOCK
     return elements_KW[:, : E * width].unflatten(1, (E, width)).transpose(0, 1)[:, :, :N], scale_EK

@@ -118,27 +118,23 @@ def _turn(source, result, bits_ptr, slab, place, C, W, stride_r: gl.constexpr, C
 def _quantize_columns_kernel(
     x_ptr, x_scale_ptr, pair_ptr, offsets_ptr, bits_ptr, out_ptr, scale_ptr, ends_ptr, C, E, W,
     stride_r: gl.constexpr, scale_stride_r,
-    CHOICES: gl.constexpr, E_P: gl.constexpr, MEASURES: gl.constexpr,
+    CHOICES: gl.constexpr, E_P: gl.constexpr,
 ):  # fmt: skip
     """Turns the columns of groups into rows of the result: 128 rows of 64 columns at a time, as many groups' as there are.
 
-    Without ``bits`` each such block has its own scales. Otherwise a column of a group has one, a power of two, for which the
-    largest magnitude must be known first: ``bits`` has them [E * C], or the kernel MEASURES. So that the L2 cache still has what
-    was measured when it is turned, a portion of the pieces is measured, then the next portion, then the first is turned, and so
-    on. No portion is smaller than a group, for all of a group to be measured by then. In ``bits``, zeros, are then the largest
-    magnitudes [E * C], how many of a group's pieces are measured [slabs * E], and how many pieces programs have taken: in this
-    order, so that they wait for none that is not begun.
+    Blockwise each such block has its own scales. Otherwise a column of a group has one, a power of two, for which the largest
+    magnitude must be known first. So that the L2 cache still has what was measured when it is turned, a portion of the pieces is
+    measured, then the next portion, then the first is turned, and so on. No portion is smaller than a group, for all of a group
+    to be measured by then. In ``bits``, zeros, are the largest magnitudes [E * C], how many of a group's pieces are measured
+    [slabs * E], and how many pieces programs have taken: in this order, so that they wait for none that is not begun.
     """
     source, result = (x_ptr, x_scale_ptr, scale_stride_r, pair_ptr), (out_ptr, scale_ptr, ends_ptr)
     _, _, _, pieces_E = groups(offsets_ptr, E, E_P)
     pieces, slabs = gl.sum(pieces_E, 0), gl.cdiv(C, COLUMNS)
-    if not MEASURES:
+    if bits_ptr is None:
         for i in range(gl.program_id(0), slabs * pieces, gl.num_programs(0)):
             place = place_of(offsets_ptr, i % pieces, E, E_P)
-            if bits_ptr is None:
-                _turn(source, result, None, i // pieces, place, C, W, stride_r, CHOICES)
-            else:
-                _turn(source, result, bits_ptr + place[0] * C, i // pieces, place, C, W, stride_r, CHOICES)
+            _turn(source, result, None, i // pieces, place, C, W, stride_r, CHOICES)
     else:
         counts_ptr = bits_ptr + E * C
         portion = gl.maximum(gl.max(pieces_E, 0), AHEAD)

@@ -86,24 +86,6 @@ def _quantize_rows_kernel(
 
 
 @triton.jit
-def _measure_and_quantize_kernel(
-    w_ptr, out_ptr, scale_ptr, bits_ptr, N, K, ROWS: tl.constexpr, BLOCKS: tl.constexpr
-):  # fmt: skip
-    """Quantises so many rows of a matrix, and raises the largest magnitudes of its columns, as bits, to theirs."""
-    first, e = tl.program_id(0) * ROWS, tl.program_id(1)
-    d_BC = places(BLOCKS)
-    bits_BC = tl.zeros([BLOCKS, 128], tl.int32)
-    for n in range(first, tl.minimum(first + ROWS, N)):
-        row = tl.cast(e, tl.int64) * N + n
-        w_BC = tl.load(w_ptr + row * K + d_BC, mask=d_BC < K, other=0.0).to(tl.float32)
-        factor_B = factor_of(row_bits(w_BC, False), True)
-        tl.store(out_ptr + row * K + d_BC, (w_BC * factor_B[:, None]).to(tl.float8e4nv), mask=d_BC < K)
-        store_scales(factor_B, scale_ptr + row, 0, 1, True, False)
-        bits_BC = tl.maximum(bits_BC, bits_of(w_BC))
-    tl.atomic_max(bits_ptr + e * K + d_BC, bits_BC, mask=d_BC < K, sem="relaxed")
-
-
-@triton.jit
 def _quantize_tiles_kernel(w_ptr, out_ptr, scale_ptr, N, K, TRANSPOSED: tl.constexpr):
     k, n, e = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n_N, k_K = n * 128 + tl.arange(0, 128), k * 128 + tl.arange(0, 128)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import float8.experts
 from float8.experts import EmulatedProducts, Float8Products
 from float8.recipes import RECIPES
 from kernels.expert_mlp import Kept, Products, expert_mlp
@@ -142,22 +141,6 @@ def test_nothing_is_packed_without_gradients(recipe, monkeypatch) -> None:
     monkeypatch.setattr(kind, "spread", None)
     with torch.no_grad():
         assert torch.equal(expert_mlp(*leaves, *index, products=kind)[: sum(SIZES)], expected[: sum(SIZES)])
-
-
-def test_weights_are_measured_once(monkeypatch) -> None:
-    """By the outputs: their columns are those that are measured when they are needed, bit for bit, without a second look."""
-    torch.manual_seed(0)
-    arguments = float8_rows.inputs(256, 128, SIZES, "cpu")
-    found = []
-    columns = float8.experts.quantize_weights
-    with monkeypatch.context() as patch:
-        patch.setattr(float8.experts, "quantize_weights", lambda *a: found.append(a[3]) or columns(*a))
-        measured = float8_rows.run(Float8Products(False, False), *arguments)
-    _, w13, w2, _ = arguments[0]
-    wanted = w2, w13.flatten(1, 2)  # in the order of backward
-    assert all(torch.equal(a, b.float().abs().amax(1)) for a, b in zip(found, wanted, strict=True))
-    monkeypatch.setattr(Float8Products, "room_for_largest", lambda *_: None)
-    assert all(map(torch.equal, measured, float8_rows.run(Float8Products(False, False), *arguments)))
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

@@ -61,17 +61,6 @@ def test_columns(monkeypatch, groups, C, blockwise, choices) -> None:
     check(actual, quantize.quantize_columns(x, ends, blockwise, pair_R, choices or 1), blockwise)
 
 
-@GROUPS
-def test_columns_whose_largest_magnitudes_are_known(groups) -> None:
-    """The same as those that are measured, also of zeros and NaN."""
-    ends = torch.tensor(groups).cumsum(0, dtype=torch.int32)
-    x = numbers(sum(groups), 80)
-    groups_of_x = x.float().abs().split(groups)
-    largest_EC = torch.stack([group.amax(0) if len(group) else torch.zeros(80) for group in groups_of_x])
-    actual = quantize.launch_columns(x, ends, False, None, 0, None, largest_EC)
-    check(actual, quantize.quantize_columns(x, ends, False), False)
-
-
 @pytest.mark.parametrize(
     ("ahead", "groups"), [(1, [129]), (1, [40, 500, 0]), (3, [700, 0, 1300]), (1000, [700, 0, 1300])], ids=str
 )
@@ -104,20 +93,19 @@ def test_columns_of_packed_tokens(N, D, K, groups) -> None:
 
 @pytest.mark.parametrize(
     ("source", "blockwise"),
-    [("rows", False), ("rows", True), ("measured rows", False), ("tokens", False), ("tokens", True), ("packed tokens", True)],
+    [("rows", False), ("rows", True), ("tokens", False), ("tokens", True), ("packed tokens", True)],
 )
 def test_kernels_fit_a_multiprocessor(monkeypatch, tmp_path, source, blockwise) -> None:
     """Nothing spills, and three programs and more find room."""
     kernel, launched = quantize_columns_kernels._quantize_columns_kernel.source, Recorded()
     monkeypatch.setattr(quantize_columns_kernels, "_quantize_columns_kernel", launched)
-    x, ends, pair_R = numbers(9, 256), torch.tensor([4, 9], dtype=torch.int32), None if "rows" in source else torch.arange(9)
+    x, ends, pair_R = numbers(9, 256), torch.tensor([4, 9], dtype=torch.int32), None if source == "rows" else torch.arange(9)
     if source == "packed tokens":
         words = packed_tokens.pack_tokens(x, True)
         elements, scales = packed_tokens.elements_and_scales(packed_tokens.PackedTokens(words, 256, True))
         quantize.launch_columns(elements, ends, blockwise, pair_R, 1, scales)
     else:
-        largest_EC = torch.ones(2, 256) if source == "measured rows" else None
-        quantize.launch_columns(x, ends, blockwise, pair_R, 1, None, largest_EC)
+        quantize.launch_columns(x, ends, blockwise, pair_R, 1)
     said = compiled_for_hopper(kernel, launched, tmp_path)[1]
     assert "0 bytes spill stores, 0 bytes spill loads" in said
     registers = int(re.search(r"Used (\d+) registers", said)[1])
