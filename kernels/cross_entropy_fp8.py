@@ -1,8 +1,8 @@
 """The gradient of cross-entropy's logits as FP8 operands of both products that take it.
 
 A sum over tokens must not lose the probability of a word that none of them has for its label: most words are such, and their rows
-of the projection's weight have no other gradient. E5M2 reaches down to 2^-31 of its largest number, E4M3, which has a bit more for each
-number, only to 2^-17: that is enough for a sum over the words, of which the likely ones make up the most.
+of the projection's weight have no other gradient. E5M2 reaches down to 2^-31 of its largest number, E4M3, with a bit more for each,
+only to 2^-17: enough for a sum over the words, of which the likely ones make up the most.
 """
 
 import torch
@@ -32,7 +32,7 @@ def launch_gradients(
         launch(
             _gradients_kernel, (triton.cdiv(T, BLOCK), triton.cdiv(V, COLUMNS.value)), logits_TV, labels_T, lse_T, grad_T,
             factor_T, turned_factor, rows_TV, turned_VW, T, V, turned_VW.shape[1], logits_TV.stride(0), first,
-            options={"num_warps": WARPS.value},
+            options={"num_warps": WARPS.value, "maxnreg": 128},
         )  # fmt: skip
     return rows_TV, turned_VW
 

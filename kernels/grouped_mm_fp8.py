@@ -170,9 +170,9 @@ def _launch_add_parts(parts_PNK: Tensor) -> Tensor:
 def _ends_of_parts(tiles: int, blocks: int, device: torch.device) -> Tensor:
     """Where equally long parts of a sum over blocks end, as many as take the shortest time."""
     length = triton.cdiv(blocks, parts_of_sum(tiles, blocks, multiprocessors(device)))
-    parts = triton.cdiv(blocks, length)
-    ends_P = torch.arange(1, parts + 1, dtype=torch.int32, device=device) * (length * BLOCK)
-    return ends_P.clamp_(max=blocks * BLOCK)
+    end, whole = blocks * BLOCK, triton.cdiv(blocks, length) * length * BLOCK
+    ends_P = torch.arange(length * BLOCK, whole + 1, length * BLOCK, dtype=torch.int32, device=device)
+    return ends_P if whole == end else ends_P.clamp_(max=end)
 
 
 def parts_of_sum(tiles: int, blocks: int, programs: int) -> int:

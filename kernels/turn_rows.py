@@ -56,7 +56,8 @@ def launch_turn_rows(
     launch(
         _turn_rows_kernel, programs(parts, x.device, FEW), x, x_scale, pair_R, offsets_E, elements_CW, scale_B, ends_E,
         C, E, elements_CW.shape[1], x.stride(0), x_scale.stride(0),
-        options={"num_warps": WARPS.value, "maxnreg": 128}, CHOICES=0 if pair_R is None else choices, E_P=triton.next_power_of_2(E), COLUMNS=width,
+        options={"num_warps": WARPS.value, "maxnreg": 128},
+        CHOICES=0 if pair_R is None else choices, E_P=triton.next_power_of_2(E), COLUMNS=width,
     )  # fmt: skip
     return elements_CW, scale_B, ends_E
 

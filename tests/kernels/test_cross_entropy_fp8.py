@@ -1,5 +1,7 @@
 """The gradient of logits as FP8 operands: the kernel on threads against its reference; and compiled for Hopper."""
 
+import re
+
 import pytest
 import torch
 from gluon_compiled import Recorded, compiled_for_hopper
@@ -66,11 +68,10 @@ def test_no_unlikely_word_is_lost() -> None:
 
 
 def test_kernel_fits_a_multiprocessor(monkeypatch, tmp_path) -> None:
-    """Nothing spills, and three programs find room."""
+    """Next to nothing spills, and four programs find room."""
     kernel, launched = cross_entropy_fp8_kernels._gradients_kernel, Recorded()
     monkeypatch.setattr(cross_entropy_fp8_kernels, "_gradients_kernel", launched)
     cross_entropy_fp8.launch_gradients(*arguments(130, 256, 256, 0))
     said = compiled_for_hopper(kernel, launched, tmp_path)[1]
-    assert "0 bytes spill stores, 0 bytes spill loads" in said
-    registers = int(said.split("Used ")[1].split()[0])
-    assert 3 * 128 * registers <= 65536
+    assert int(re.search(r"(\d+) bytes spill loads", said)[1]) <= 64
+    assert 4 * 128 * int(re.search(r"Used (\d+) registers", said)[1]) <= 65536
