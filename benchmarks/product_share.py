@@ -25,7 +25,7 @@ PRODUCTS = {
     **dict.fromkeys(("moe_titan::grouped_mm", "moe_titan::grouped_mm_weight_grad"), (0, 1, -1)),
     "moe_titan::grouped_mm_fp8": (0, 2, -2),
     **dict.fromkeys(("moe_titan::grouped_mm_fp8_weight_grad", "moe_titan::mm_fp8_weight_grad"), (0, 2, 0)),
-    "moe_titan::mm_fp8_weight_grad_add_": (1, 3, 0),
+    "moe_titan::mm_fp8_weight_grad_": (1, 3, 0),
 }
 
 

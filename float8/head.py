@@ -14,8 +14,8 @@ from float8.recipes import Recipe, turned_rows
 from float8.rowwise_product import rowwise_product
 from kernels.cross_entropy import HeadProducts, LogitsSlice, add_product, cross_entropy_backward_
 from kernels.cross_entropy_fp8 import cross_entropy_backward_fp8
-from kernels.grouped_mm_fp8 import mm_fp8_weight_grad, mm_fp8_weight_grad_add_
-from kernels.quantize import BLOCK, quantize_columns, quantize_rows
+from kernels.grouped_mm_fp8 import mm_fp8_weight_grad, mm_fp8_weight_grad_
+from kernels.quantize import BLOCK, quantize_rows, quantize_weights
 from kernels.turn_rows import turn_rows
 
 
@@ -24,21 +24,16 @@ class RowwiseHead(HeadProducts):
     and one for all of the logits' gradient."""
 
     @cached_property
-    def _rows(self) -> Tensor:
-        """How many the weight has, on the device."""
-        return self.weight_VD.new_full((1,), len(self.weight_VD), dtype=torch.int32)
-
-    @cached_property
     def _words(self) -> tuple[Tensor, Tensor]:
-        return quantize_rows(self.weight_VD, self._rows, False)
+        return quantize_rows(self.weight_VD, None, False)
 
     @cached_property
     def _columns(self) -> tuple[Tensor, Tensor]:
-        elements_DW, scale_1D, _ = quantize_columns(self.weight_VD, self._rows, False)
-        return elements_DW[:, : len(self.weight_VD)], scale_1D.flatten()
+        elements_1DV, scale_1D = quantize_weights(self.weight_VD[None], False, True)
+        return elements_1DV[0], scale_1D[0]
 
     def logits(self, h_TD: Tensor) -> Tensor:
-        return rowwise_product(*quantize_rows(h_TD, _one_group(h_TD), False), *self._words, h_TD.dtype, fast=True)
+        return rowwise_product(*quantize_rows(h_TD, None, False), *self._words, h_TD.dtype, fast=True)
 
     def grads(self, h_TD: Tensor, part: LogitsSlice, sum_VD: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         logits_TV, labels_T, lse_T, _, grad_T, first = part
@@ -46,19 +41,15 @@ class RowwiseHead(HeadProducts):
         rows_TV, turned_VW = cross_entropy_backward_fp8(logits_TV, labels_T, lse_T, grad_T, first, factor_T, turned_factor)
         # A sum over the vocabulary is too long for the tensor cores' own, which keep 14 bits.
         grad_h_TD = rowwise_product(rows_TV, 1 / factor_T, *self._columns, logits_TV.dtype, fast=False)
-        ends = _one_group(h_TD)
-        h_DW, h_scale, _ = turn_rows(*quantize_rows(h_TD, ends, False), ends)
+        ends = h_TD.new_full((1,), len(h_TD), dtype=torch.int32)
+        h_DW, h_scale, _ = turn_rows(*quantize_rows(h_TD, None, False), ends)
         operands = turned_VW, (1 / turned_factor).repeat(turned_VW.shape[1] // BLOCK), h_DW[:, : turned_VW.shape[1]], h_scale
         if dtype != torch.float32:
             return grad_h_TD, mm_fp8_weight_grad(*operands, len(h_TD), False)
-        if sum_VD is None:
-            sum_VD = torch.zeros_like(self.weight_VD, dtype=dtype)
-        mm_fp8_weight_grad_add_(sum_VD, *operands, len(h_TD))
+        adds = sum_VD is not None
+        sum_VD = sum_VD if adds else torch.empty_like(self.weight_VD, dtype=dtype)
+        mm_fp8_weight_grad_(sum_VD, *operands, len(h_TD), adds)
         return grad_h_TD, sum_VD
-
-
-def _one_group(rows: Tensor) -> Tensor:
-    return rows.new_full((1,), len(rows), dtype=torch.int32)
 
 
 def _turned_factor(grad_T: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RK: Tensor, w_NK: Tensor, blockwise: bool) -> Tensor:
         ctx.blockwise = blockwise
-        rows = quantize_rows(x_RK, _one_group(x_RK), blockwise)
+        rows = quantize_rows(x_RK, None, blockwise)
         ctx.save_for_backward(x_RK, w_NK, None if blockwise else rows[1])
         return _product(rows, w_NK, blockwise, False)
 
@@ -41,7 +41,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad_RN: Tensor) -> tuple[Tensor, Tensor, None]:
         (x_RK, w_NK, x_scale_R), blockwise = ctx.saved_tensors, ctx.blockwise
         grad_RN, ends = grad_RN.contiguous(), _one_group(grad_RN)
-        rows = quantize_rows(grad_RN, ends, blockwise)
+        rows = quantize_rows(grad_RN, None, blockwise)
         if blockwise:
             columns = [quantize_columns(operand, ends, True) for operand in (grad_RN, x_RK)]
         else:

@@ -1,7 +1,7 @@
 """The gradient of cross-entropy's logits as FP8 operands of both products that take it.
 
 A sum over tokens must not lose the probability of a word that none of them has for its label: most words are such, and their rows
-of the projection's weight have no other gradient. E5M2 reaches down to 2^-31 of its largest number, E4M3, with a bit more for each,
+of the projection's weight have no other gradient. E5M2 reaches down to 2^-31 of its largest number, E4M3, with one bit more,
 only to 2^-17: enough for a sum over the words, of which the likely ones make up the most.
 """
 

@@ -135,19 +135,20 @@ def _(grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, rows: 
     return a_KW.new_empty(len(grad_NW), len(a_KW), dtype=torch.bfloat16)
 
 
-@op("mm_fp8_weight_grad_add_", mutates_args=("sum_NK",))
-def mm_fp8_weight_grad_add_(
-    sum_NK: Tensor, grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, rows: int
+@op("mm_fp8_weight_grad_", mutates_args=("out_NK",))
+def mm_fp8_weight_grad_(
+    out_NK: Tensor, grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, rows: int, adds: bool
 ) -> None:
-    """Adds :func:`mm_fp8_weight_grad` to an fp32 sum, unrounded. ``grad_NW`` may be E5M2, and is not blockwise."""
+    """:func:`mm_fp8_weight_grad` as fp32, or unrounded added to it. ``grad_NW`` may be E5M2, and is not blockwise."""
     end = torch.full((1,), max(triton.cdiv(rows, BLOCK), 1) * BLOCK, dtype=torch.int32, device=a_KW.device)
     operands = grad_NW, grad_scale, a_KW, a_scale, end, False
     if not a_KW.is_cuda:
-        sum_NK += _weight_grad_reference(*operands)[0]
+        grad_NK = _weight_grad_reference(*operands)[0]
+        out_NK.copy_(out_NK + grad_NK if adds else grad_NK)
         return
     from kernels.grouped_mm_launch import launch_weight_grad_fp8
 
-    launch_weight_grad_fp8(*operands, sum_NK[None])
+    launch_weight_grad_fp8(*operands, out_NK[None], adds)
 
 
 @triton.jit

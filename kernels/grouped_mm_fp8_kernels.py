@@ -53,12 +53,16 @@ def _store_rows(out, consumer, total_MN, row, end, n, N):
 
 
 @gluon.jit
-def _add_rows(out_ptr, total_MN, row, end, n, N):
-    """Adds to numbers in memory, each of which has this one to add and no other, without waiting for them."""
+def _store_wide(out_ptr, total_MN, row, end, n, N, ADDS: gl.constexpr):
+    """In fp32. What ADDS does not wait for the numbers in memory, each of which has but this one to add."""
     row_M = row + gl.arange(0, HALF, gl.SliceLayout(1, PRODUCT))
     n_N = n + gl.arange(0, BLOCK, gl.SliceLayout(0, PRODUCT))
     to_MN = out_ptr + row_M.to(gl.int64)[:, None] * N + n_N[None, :]
-    gl.atomic_add(to_MN, total_MN, mask=(row_M < end)[:, None] & (n_N < N)[None, :], sem="relaxed", scope="gpu")
+    mask_MN = (row_M < end)[:, None] & (n_N < N)[None, :]
+    if ADDS:
+        gl.atomic_add(to_MN, total_MN, mask=mask_MN, sem="relaxed", scope="gpu")
+    else:
+        gl.store(to_MN, total_MN, mask=mask_MN)
 
 
 @gluon.jit
@@ -215,7 +219,9 @@ def _scale_of_step(scales, first, step, steps):
 
 
 @gluon.jit
-def _multiply_columns(ring, scales, out, ends_ptr, E, N, K, consumer, BLOCKWISE: gl.constexpr, ADDS: gl.constexpr):
+def _multiply_columns(
+    ring, scales, out, ends_ptr, E, N, K, consumer, BLOCKWISE: gl.constexpr, WIDE: gl.constexpr, ADDS: gl.constexpr
+):
     grad_ring, a_ring, full, empty, _ = ring
     grad_scales, a_scales = scales
     stage, phase = 0, 0
@@ -249,9 +255,9 @@ def _multiply_columns(ring, scales, out, ends_ptr, E, N, K, consumer, BLOCKWISE:
             stage, phase = next_stage(stage, phase)
         block, column = halves_of(numbers)
         n, k = block * BLOCK, (column + consumer) * BLOCK
-        if ADDS:
-            _add_rows(out[0], upper_NK, e * N + n, e * N + N, k, K)
-            _add_rows(out[0], lower_NK, e * N + n + HALF, e * N + N, k, K)
+        if WIDE:
+            _store_wide(out[0], upper_NK, e * N + n, e * N + N, k, K, ADDS)
+            _store_wide(out[0], lower_NK, e * N + n + HALF, e * N + N, k, K, ADDS)
         else:
             _store_rows(out, consumer, upper_NK, e * N + n, e * N + N, k, K)
             _store_rows(out, consumer, lower_NK, e * N + n + HALF, e * N + N, k, K)
@@ -261,9 +267,10 @@ def _multiply_columns(ring, scales, out, ends_ptr, E, N, K, consumer, BLOCKWISE:
 
 @gluon.jit(do_not_specialize=["E"])
 def _weight_grad_fp8_kernel(
-    grad_desc, a_desc, grad_scale, a_scale, out_desc, out_ptr, counter_ptr, ends_ptr, E, N, K, BLOCKWISE: gl.constexpr
-):
-    """out[e] = grad[:, columns of e] @ a[:, columns of e]^T, [N, K], or without a descriptor of it added to it in fp32.
+    grad_desc, a_desc, grad_scale, a_scale, out_desc, out_ptr, counter_ptr, ends_ptr, E, N, K,
+    BLOCKWISE: gl.constexpr, ADDS: gl.constexpr,
+):  # fmt: skip
+    """out[e] = grad[:, columns of e] @ a[:, columns of e]^T, [N, K]; without a descriptor of it in fp32, or added to it.
 
     Blockwise, 128 numbers of a row of either have a scale, given by a descriptor; else 128 columns have one. Either way products
     of 128 columns are added up in fp32. Groups end at multiples of 128 and are not empty.
@@ -284,8 +291,8 @@ def _weight_grad_fp8_kernel(
     operands = (grad_desc, a_desc, grad_scale, a_scale)
     gl.warp_specialize(
         [
-            (_multiply_columns, (ring, scales, out, ends_ptr, E, N, K, 0, BLOCKWISE, out_desc is None)),
-            (_multiply_columns, (ring, scales, out, ends_ptr, E, N, K, 1, BLOCKWISE, out_desc is None)),
+            (_multiply_columns, (ring, scales, out, ends_ptr, E, N, K, 0, BLOCKWISE, out_desc is None, ADDS)),
+            (_multiply_columns, (ring, scales, out, ends_ptr, E, N, K, 1, BLOCKWISE, out_desc is None, ADDS)),
             (_load_columns, (ring, scales, operands, counter_ptr, ends_ptr, E, N, K, BLOCKWISE)),
         ],
         [4, 1],

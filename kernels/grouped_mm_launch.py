@@ -128,17 +128,17 @@ def launch_grouped_mm_blockwise(a_RK: Tensor, a_scale: Tensor, b_ENK: Tensor, b_
 
 def launch_weight_grad_fp8(
     grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, ends_E: Tensor, blockwise: bool,
-    sum_ENK: Tensor | None = None,
+    wide_ENK: Tensor | None = None, adds: bool = False,
 ) -> Tensor:  # fmt: skip
-    """In bf16, or added to a sum in fp32."""
+    """In bf16, or in what is given in fp32, to which it may be added."""
     N, K, E = len(grad_NW), len(a_KW), len(ends_E)
     _check(ends_E, E, {"K": K, "N": N}, BLOCK if blockwise else 16, (grad_NW.shape[1], a_KW.shape[1]))
-    out_ENK = a_KW.new_empty(E, N, K, dtype=torch.bfloat16) if sum_ENK is None else sum_ENK
-    out_desc = _descriptor(out_ENK.flatten(0, 1), 64, 64) if sum_ENK is None else None
+    out_ENK = a_KW.new_empty(E, N, K, dtype=torch.bfloat16) if wide_ENK is None else wide_ENK
+    out_desc = _descriptor(out_ENK.flatten(0, 1), 64, 64) if wide_ENK is None else None
     scales = (_descriptor(x, 1, BLOCK) if blockwise else x for x in (grad_scale, a_scale))
     launch(
         _weight_grad_fp8_kernel, _grid(a_KW.device),
         _descriptor(grad_NW, BLOCK, BLOCK), _descriptor(a_KW, BLOCK, BLOCK), *scales, out_desc,
-        out_ENK, _counter(a_KW.device), ends_E, E, N, K, options=_OPTIONS, BLOCKWISE=blockwise,
+        out_ENK, _counter(a_KW.device), ends_E, E, N, K, options=_OPTIONS, BLOCKWISE=blockwise, ADDS=adds,
     )  # fmt: skip
     return out_ENK

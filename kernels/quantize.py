@@ -135,7 +135,7 @@ def _(x_ND: Tensor, row_NK: Tensor, num_rows: int, blockwise: bool) -> tuple[Ten
     return empty_rows(x_ND, num_rows, x_ND.shape[1], blockwise)
 
 
-def _launch_rows(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tensor, Tensor]:
+def _launch_rows(x_RD: Tensor, num_rows: Tensor | None, blockwise: bool) -> tuple[Tensor, Tensor]:
     (R, D), x_RD = x_RD.shape, x_RD.contiguous()
     elements_RD, scale = empty_rows(x_RD, R, D, blockwise)
     if x_RD.numel():
@@ -147,12 +147,12 @@ def _launch_rows(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tenso
 
 
 @op("quantize_rows")
-def quantize_rows(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tensor, Tensor]:
+def quantize_rows(x_RD: Tensor, num_rows: Tensor | None, blockwise: bool) -> tuple[Tensor, Tensor]:
     """Quantises rows, which a product sums over.
 
     Args:
         x_RD: [R, D] bf16 or fp32; D is a multiple of 128 where blockwise.
-        num_rows: one-element integer tensor on the device: the rows that hold data.
+        num_rows: one-element integer tensor on the device: the rows that hold data. None: all.
     Returns:
         Elements [R, D]; scales [R], blockwise [D / 128, R]. Rows from ``num_rows`` on are unspecified.
     """
@@ -160,7 +160,7 @@ def quantize_rows(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tens
 
 
 @torch.library.register_fake(quantize_rows)
-def _(x_RD: Tensor, num_rows: Tensor, blockwise: bool) -> tuple[Tensor, Tensor]:
+def _(x_RD: Tensor, num_rows: Tensor | None, blockwise: bool) -> tuple[Tensor, Tensor]:
     return empty_rows(x_RD, *x_RD.shape, blockwise)
 
 
@@ -253,10 +253,10 @@ def quantize_weights(w_ENK: Tensor, blockwise: bool, transposed: bool) -> tuple[
     if blockwise:
         return quantize_tiles(w_ENK, transposed)
     rows = w_ENK.flatten(0, 1)
-    ends_E = torch.arange(N, (E + 1) * N, N, dtype=torch.int32, device=w_ENK.device)
     if not transposed:
-        elements, scale = quantize_rows(rows, ends_E[-1:], False)
+        elements, scale = quantize_rows(rows, None, False)
         return elements.view(E, N, K), scale.view(E, N)
+    ends_E = torch.arange(N, (E + 1) * N, N, dtype=torch.int32, device=w_ENK.device)
     elements_KW, scale_EK, _ = quantize_columns(rows, ends_E, False)
     width = triton.cdiv(N, BLOCK) * BLOCK
     return elements_KW[:, : E * width].unflatten(1, (E, width)).transpose(0, 1)[:, :, :N], scale_EK

@@ -76,7 +76,11 @@ def _spread_rows_kernel(
 def _quantize_rows_kernel(
     x_ptr, num_rows_ptr, out_ptr, scale_ptr, D, R, BLOCKS: tl.constexpr, BLOCKWISE: tl.constexpr
 ):  # fmt: skip
-    for row in range(tl.program_id(0), tl.minimum(tl.load(num_rows_ptr), R), tl.num_programs(0)):
+    if num_rows_ptr is not None:
+        R_used = tl.minimum(tl.load(num_rows_ptr), R)
+    else:
+        R_used = R
+    for row in range(tl.program_id(0), R_used, tl.num_programs(0)):
         row = tl.cast(row, tl.int64)
         d_BC = places(BLOCKS)
         x_BC = tl.load(x_ptr + row * D + d_BC, mask=d_BC < D, other=0.0).to(tl.float32)

@@ -56,7 +56,7 @@ def test_grouped_products(tmp_path):
     of_all_rows = [
         call("moe_titan::mm_fp8_weight_grad", [[N, W], [3], [K, W], [3], [], []], low, 100),
         call("moe_titan::grouped_mm_fp8_weight_grad", [[N, W], [3], [K, W], [3], [2], []], low, 101, dur=5),  # part of it
-        call("moe_titan::mm_fp8_weight_grad_add_", [[N, K], [N, W], [3], [K, W], [3], []], "Float8_e5m2", 120),
+        call("moe_titan::mm_fp8_weight_grad_", [[N, K], [N, W], [3], [K, W], [3], [], []], "Float8_e5m2", 120),
     ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": of_all_rows}))

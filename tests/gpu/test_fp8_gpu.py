@@ -189,9 +189,11 @@ def test_weight_grad_added_to_a_sum(N, K, rows) -> None:
     before_NK = torch.randn(N, K, device="cuda")
     sums = [before_NK.clone() for _ in range(2)]
     for sum_NK in sums:
-        grouped_mm_fp8.mm_fp8_weight_grad_add_(sum_NK, *operands, rows)
-    expected = before_NK + grouped_mm_fp8._weight_grad_reference(*operands, end, False)[0]
-    assert torch.equal(*sums) and relative_error(sums[0], expected) < 1e-3
+        grouped_mm_fp8.mm_fp8_weight_grad_(sum_NK, *operands, rows, True)
+    alone_NK = grouped_mm_fp8._weight_grad_reference(*operands, end, False)[0]
+    assert torch.equal(*sums) and relative_error(sums[0], before_NK + alone_NK) < 1e-3
+    grouped_mm_fp8.mm_fp8_weight_grad_(sums[0], *operands, rows, False)
+    assert relative_error(sums[0], alone_NK) < 1e-3 if rows else not sums[0].any()
 
 
 @pytest.mark.parametrize(("T", "V", "first"), [(333, 4112, 0), (128, 151936, 0), (1, 16, 16), (0, 128, 0)])

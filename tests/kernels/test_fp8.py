@@ -131,22 +131,22 @@ def test_weight_grad_in_parts(monkeypatch, multiprocessors, rows, blockwise) -> 
 
 @pytest.mark.parametrize("rows", [0, 1, 300])
 def test_weight_grad_added_to_a_sum(rows) -> None:
-    """Of gradients in E5M2, in fp32."""
+    """Of gradients in E5M2, in fp32; or alone."""
     ends = offsets([rows])
     grad_NW, grad_scale, _ = of_weight_grad(torch.randn(rows, 144), ends, False)
     grad_NW, columns = grad_NW.float().to(torch.float8_e5m2), of_weight_grad(torch.randn(rows, 48), ends, False)[:2]
-    sum_NK = torch.randn(144, 48)
+    before_NK = torch.randn(144, 48)
     blocks = max(-(-rows // 128), 1)
     grad, x = (
         (elements[:, : blocks * 128].double().unflatten(1, (blocks, 128)) * scale[:blocks, None]).flatten(1)
         for elements, scale in ((grad_NW, grad_scale), columns)
     )
-    expected = sum_NK + grad @ x.t()
-    torch.library.opcheck(
-        grouped_mm_fp8.mm_fp8_weight_grad_add_, (sum_NK.clone(), grad_NW, grad_scale, *columns, rows), test_utils=OPCHECKS[1:]
-    )
-    grouped_mm_fp8.mm_fp8_weight_grad_add_(sum_NK, grad_NW, grad_scale, *columns, rows)
-    assert ((sum_NK - expected).norm() / expected.norm()) < 1e-6
+    for adds in (False, True):
+        out_NK, expected = before_NK.clone(), before_NK * adds + grad @ x.t()
+        arguments = grad_NW, grad_scale, *columns, rows, adds
+        torch.library.opcheck(grouped_mm_fp8.mm_fp8_weight_grad_, (out_NK.clone(), *arguments), test_utils=OPCHECKS[1:])
+        grouped_mm_fp8.mm_fp8_weight_grad_(out_NK, *arguments)
+        assert (out_NK - expected).norm() <= 1e-6 * expected.norm()
 
 
 @pytest.mark.parametrize("tiles", [1, 32, 128, 132, 176, 256, 1000, 80000])
