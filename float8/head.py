@@ -41,8 +41,7 @@ class RowwiseHead(HeadProducts):
         rows_TV, turned_VW = cross_entropy_backward_fp8(logits_TV, labels_T, lse_T, grad_T, first, factor_T, turned_factor)
         # A sum over the vocabulary is too long for the tensor cores' own, which keep 14 bits.
         grad_h_TD = rowwise_product(rows_TV, 1 / factor_T, *self._columns, logits_TV.dtype, fast=False)
-        ends = h_TD.new_full((1,), len(h_TD), dtype=torch.int32)
-        h_DW, h_scale, _ = turn_rows(*quantize_rows(h_TD, None, False), ends)
+        h_DW, h_scale, _ = turn_rows(*quantize_rows(h_TD, None, False), None)
         operands = turned_VW, (1 / turned_factor).repeat(turned_VW.shape[1] // BLOCK), h_DW[:, : turned_VW.shape[1]], h_scale
         if dtype != torch.float32:
             return grad_h_TD, mm_fp8_weight_grad(*operands, len(h_TD), False)

@@ -15,14 +15,11 @@ from kernels.quantize import quantize_columns, quantize_rows, quantize_weights
 from kernels.turn_rows import turn_rows
 
 
-def _one_group(rows: Tensor) -> Tensor:
-    return rows.new_full((1,), len(rows), dtype=torch.int32)
-
-
 def _product(rows: tuple[Tensor, Tensor], w_NK: Tensor, blockwise: bool, transposed: bool) -> Tensor:
     weight_1NK, scale = quantize_weights(w_NK[None], blockwise, transposed)
     if blockwise:
-        return grouped_mm_fp8(*rows, weight_1NK, scale, _one_group(rows[0]), True)
+        one_group = w_NK.new_full((1,), len(rows[0]), dtype=torch.int32)
+        return grouped_mm_fp8(*rows, weight_1NK, scale, one_group, True)
     return rowwise_product(*rows, weight_1NK[0], scale[0], w_NK.dtype, fast=True)
 
 
@@ -40,12 +37,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_RN: Tensor) -> tuple[Tensor, Tensor, None]:
         (x_RK, w_NK, x_scale_R), blockwise = ctx.saved_tensors, ctx.blockwise
-        grad_RN, ends = grad_RN.contiguous(), _one_group(grad_RN)
+        grad_RN = grad_RN.contiguous()
         rows = quantize_rows(grad_RN, None, blockwise)
         if blockwise:
-            columns = [quantize_columns(operand, ends, True) for operand in (grad_RN, x_RK)]
+            columns = [quantize_columns(operand, None, True) for operand in (grad_RN, x_RK)]
         else:
-            columns = [turn_rows(*operand, ends) for operand in (rows, (x_RK, x_scale_R))]
+            columns = [turn_rows(*operand, None) for operand in (rows, (x_RK, x_scale_R))]
         (grad_NW, grad_scale, _), (x_KW, x_scale, _) = columns
         grad_NK = mm_fp8_weight_grad(grad_NW, grad_scale, x_KW, x_scale, len(x_RK), blockwise)
         return _product(rows, w_NK, blockwise, True), grad_NK, None

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.ends import equal_ends, one_group
 from kernels.op import op
 from kernels.programs import multiprocessors
 from kernels.quantize import BLOCK
@@ -123,7 +124,9 @@ def mm_fp8_weight_grad(grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scal
     what they come to, in bf16, is added up in fp32.
     """
     tiles = triton.cdiv(len(grad_NW), BLOCK) * triton.cdiv(len(a_KW), 2 * BLOCK)
-    ends_P = _ends_of_parts(tiles, max(triton.cdiv(rows, BLOCK), 1), a_KW.device)
+    blocks = max(triton.cdiv(rows, BLOCK), 1)
+    length = triton.cdiv(blocks, parts_of_sum(tiles, blocks, multiprocessors(a_KW.device)))
+    ends_P = equal_ends(length * BLOCK, blocks * BLOCK, a_KW.device)
     parts_PNK = grouped_mm_fp8_weight_grad(grad_NW, grad_scale, a_KW, a_scale, ends_P, blockwise)
     if len(ends_P) == 1:
         return parts_PNK[0]
@@ -140,7 +143,7 @@ def mm_fp8_weight_grad_(
     out_NK: Tensor, grad_NW: Tensor, grad_scale: Tensor, a_KW: Tensor, a_scale: Tensor, rows: int, adds: bool
 ) -> None:
     """:func:`mm_fp8_weight_grad` as fp32, or unrounded added to it. ``grad_NW`` may be E5M2, and is not blockwise."""
-    end = torch.full((1,), max(triton.cdiv(rows, BLOCK), 1) * BLOCK, dtype=torch.int32, device=a_KW.device)
+    end = one_group(max(triton.cdiv(rows, BLOCK), 1) * BLOCK, a_KW.device)
     operands = grad_NW, grad_scale, a_KW, a_scale, end, False
     if not a_KW.is_cuda:
         grad_NK = _weight_grad_reference(*operands)[0]
@@ -166,14 +169,6 @@ def _launch_add_parts(parts_PNK: Tensor) -> Tensor:
     size = out_NK.numel()
     _add_parts_kernel[(triton.cdiv(size, block),)](parts_PNK, out_NK, size, PARTS=len(parts_PNK), BLOCK=block, num_warps=8)
     return out_NK
-
-
-def _ends_of_parts(tiles: int, blocks: int, device: torch.device) -> Tensor:
-    """Where equally long parts of a sum over blocks end, as many as take the shortest time."""
-    length = triton.cdiv(blocks, parts_of_sum(tiles, blocks, multiprocessors(device)))
-    end, whole = blocks * BLOCK, triton.cdiv(blocks, length) * length * BLOCK
-    ends_P = torch.arange(length * BLOCK, whole + 1, length * BLOCK, dtype=torch.int32, device=device)
-    return ends_P if whole == end else ends_P.clamp_(max=end)
 
 
 def parts_of_sum(tiles: int, blocks: int, programs: int) -> int:

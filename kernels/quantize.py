@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.ends import one_group
 from kernels.op import op
 from kernels.programs import TOGETHER, programs
 from kernels.quantize_kernels import (
@@ -188,17 +189,19 @@ def launch_columns(
 
 @op("quantize_columns")
 def quantize_columns(
-    x_RC: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None = None, choices: int = 1
+    x_RC: Tensor, offsets_E: Tensor | None, blockwise: bool, pair_R: Tensor | None = None, choices: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantises the columns of each group of rows, over which a product sums, and turns them into rows.
 
     Args:
         x_RC: [R, C] bf16 or fp32; with ``pair_R`` [N, C], of which row r of R is ``x[pair_R[r] // choices]``.
-        offsets_E: [E] int32 ends of the groups of rows.
+        offsets_E: [E] int32 ends of the groups of rows. None: they are one group.
     Returns:
         Elements [C, W]: of each group its rows, then zeros up to a multiple of 128, at least one; W is room for that. Scales
         [E, C], blockwise [W / 128, C]. The end of each group in W, int32 [E]. What is past the last is unspecified.
     """
+    if offsets_E is None:
+        offsets_E = one_group(len(x_RC), x_RC.device)
     if x_RC.is_cuda:
         return launch_columns(x_RC, offsets_E, blockwise, pair_R, choices)
     if pair_R is not None:
@@ -208,9 +211,10 @@ def quantize_columns(
 
 @torch.library.register_fake(quantize_columns)
 def _(
-    x_RC: Tensor, offsets_E: Tensor, blockwise: bool, pair_R: Tensor | None = None, choices: int = 1
+    x_RC: Tensor, offsets_E: Tensor | None, blockwise: bool, pair_R: Tensor | None = None, choices: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_columns(x_RC, x_RC.shape[1], len(x_RC) if pair_R is None else len(pair_R), len(offsets_E), blockwise)
+    groups = 1 if offsets_E is None else len(offsets_E)
+    return empty_columns(x_RC, x_RC.shape[1], len(x_RC) if pair_R is None else len(pair_R), groups, blockwise)
 
 
 def _launch_tiles(w_ENK: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -256,7 +260,7 @@ def quantize_weights(w_ENK: Tensor, blockwise: bool, transposed: bool) -> tuple[
     if not transposed:
         elements, scale = quantize_rows(rows, None, False)
         return elements.view(E, N, K), scale.view(E, N)
-    ends_E = torch.arange(N, (E + 1) * N, N, dtype=torch.int32, device=w_ENK.device)
+    ends_E = None if E == 1 else torch.arange(N, (E + 1) * N, N, dtype=torch.int32, device=w_ENK.device)
     elements_KW, scale_EK, _ = quantize_columns(rows, ends_E, False)
     width = triton.cdiv(N, BLOCK) * BLOCK
     return elements_KW[:, : E * width].unflatten(1, (E, width)).transpose(0, 1)[:, :, :N], scale_EK

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.ends import one_group
 from kernels.op import op
 from kernels.programs import FEW, programs
 from kernels.quantize import BLOCK, E4M3, columns_width
@@ -64,7 +65,7 @@ def launch_turn_rows(
 
 @op("turn_rows")
 def turn_rows(
-    x_RC: Tensor, scale_R: Tensor, offsets_E: Tensor, pair_R: Tensor | None = None, choices: int = 1
+    x_RC: Tensor, scale_R: Tensor, offsets_E: Tensor | None, pair_R: Tensor | None = None, choices: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Turns groups of rows with a power-of-two scale each.
 
@@ -72,11 +73,13 @@ def turn_rows(
         x_RC: [R, C] E4M3, the numbers of a row side by side; with ``pair_R`` [N, C], of which row r of R is
             ``x[pair_R[r] // choices]``. Or what has been quantised, bf16 or fp32, to save memory for its elements.
         scale_R: [R] or [N] fp32, powers of two or NaN, as of :func:`kernels.quantize.quantize_rows`.
-        offsets_E: [E] int32 ends of the groups of rows.
+        offsets_E: [E] int32 ends of the groups of rows. None: they are one group.
     Returns:
         Elements [C, W]: of each group its rows, then zeros up to a multiple of 128, at least one; W is room for that. Scales
         [W / 128], the largest of a block's rows each. The end of each group in W, int32 [E]. Past the last all is unspecified.
     """
+    if offsets_E is None:
+        offsets_E = one_group(len(x_RC), x_RC.device)
     if x_RC.is_cuda:
         return launch_turn_rows(x_RC, scale_R, offsets_E, pair_R, choices)
     if pair_R is not None:
@@ -87,6 +90,6 @@ def turn_rows(
 
 @torch.library.register_fake(turn_rows)
 def _(
-    x_RC: Tensor, scale_R: Tensor, offsets_E: Tensor, pair_R: Tensor | None = None, choices: int = 1
+    x_RC: Tensor, scale_R: Tensor, offsets_E: Tensor | None, pair_R: Tensor | None = None, choices: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty(x_RC, len(x_RC) if pair_R is None else len(pair_R), len(offsets_E))
+    return _empty(x_RC, len(x_RC) if pair_R is None else len(pair_R), 1 if offsets_E is None else len(offsets_E))
