@@ -139,7 +139,11 @@ W2 = "layers.0.moe.experts.w2"
     ids=str,
 )
 def test_kernels_and_emulation_agree(pool, options, layout, recompute) -> None:
-    """torch has the linear layers' product on the CPU too, where the experts' are their references."""
+    """torch has the linear layers' product on the CPU too, where the experts' are their references.
+
+    A product whose sum has another order, as on some machines, moves a tensor's largest magnitude by a bit of bf16, and with
+    its one scale, unless that is a power of two, how every element is rounded.
+    """
     model = qwen3({"blockwise": 256}.get(options.recipe) or {"blockwise": 128}.get(options.expert_recipe, 32))
     vars(model[1])["vocab_size"] = 64  # of which the head's kernels take parts
     compiled = {"compile_backend": "aot_eager"} if recompute == "compiled" else {"recompute": recompute}
@@ -148,7 +152,8 @@ def test_kernels_and_emulation_agree(pool, options, layout, recompute) -> None:
     [actual, expected] = [
         pool.run(layout.world, _train, model, layout, options, parallel)[0] for options in (kernels, with_float8(kernels.float8))
     ]
-    assert_same_run(actual, expected, 1e-2)
+    assert_same_run(actual, expected, 1e-1 if options.recipe == "tensorwise" else 1e-2)
+    assert np.median(list(errors_of_run(actual, expected).values())) < 3e-3
 
 
 @pytest.mark.parametrize(("recipe", "exempt", "depths"), [("rowwise", 1, 1), ("blockwise", 0, 0)])
