@@ -32,7 +32,7 @@ class Float8Options:
     the recipe's kernels would, slowly. ``all_gather``: FSDP2 gathers weights in FP8 where one quantisation serves all products.
     ``dispatch``: tokens travel to the experts quantised. ``save_activations``: experts save their pre-activations for backward
     quantised. ``keep_weights``: experts' weights are quantised once a step. ``head``: the output projection is in ``recipe`` too,
-    but for its weight's gradient. ``backend``: torchao and our kernels, or Transformer Engine.
+    its weight's gradient only if that is ``rowwise``. ``backend``: torchao and our kernels, or Transformer Engine.
     """
 
     recipe: str = "none"
@@ -105,7 +105,8 @@ def convert(
     if options.head:
         recipe = "rowwise" if options.recipe == "blockwise" else options.recipe  # the head's scales are of whole rows
         _convert_head(model.output, recipe, options.emulate, (parts or {}).get("output", (1, 1)))
-        result.converted["output"] = f"{recipe}, logits and input gradient{by_what}"
+        gradients = "gradients" if RECIPES[recipe].turns_rows else "input gradient"
+        result.converted["output"] = f"{recipe}, logits and {gradients}{by_what}"
     for key in ("recipe", "expert_recipe"):
         _check_converted(options, key, [name for name, _, other in candidates if other == key], result)
     return result

@@ -46,7 +46,7 @@ class RowwiseHead(HeadProducts):
         if dtype != torch.float32:
             return grad_h_TD, mm_fp8_weight_grad(*operands, len(h_TD), False)
         adds = sum_VD is not None
-        sum_VD = sum_VD if adds else torch.empty_like(self.weight_VD, dtype=dtype)
+        sum_VD = sum_VD if adds else self.weight_VD.new_empty(self.weight_VD.shape, dtype=dtype)
         mm_fp8_weight_grad_(sum_VD, *operands, len(h_TD), adds)
         return grad_h_TD, sum_VD
 

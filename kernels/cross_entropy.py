@@ -169,7 +169,8 @@ class _LinearCrossEntropySums(torch.autograd.Function):
         wide = torch.promote_types(h_TD.dtype, torch.float32)
         first = 0 if group is None else group.rank() * len(weight_VD)
         slices = max(-(-len(labels_T) // len(scales) * len(weight_VD) // _SLICE), 1)
-        losses, grad_h_parts, products = [], [], products(weight_VD)
+        losses, grad_h_parts = [], []
+        products = (products if len(labels_T) else HeadProducts)(weight_VD)  # of no tokens there is nothing to quantise
         # Several slices add up in fp32; a single one needs no sum.
         dtype, grad_weight_VD = weight_VD.dtype if slices * len(scales) == 1 else wide, None
         for scale, part_TD, part_T in zip(scales, h_TD.chunk(len(scales)), labels_T.chunk(len(scales)), strict=True):

@@ -133,6 +133,10 @@ def launch_weight_grad_fp8(
     """In bf16, or in what is given in fp32, to which it may be added."""
     N, K, E = len(grad_NW), len(a_KW), len(ends_E)
     _check(ends_E, E, {"K": K, "N": N}, BLOCK if blockwise else 16, (grad_NW.shape[1], a_KW.shape[1]))
+    if wide_ENK is not None and not (
+        wide_ENK.shape == (E, N, K) and wide_ENK.dtype == torch.float32 and wide_ENK.is_contiguous()
+    ):
+        raise ValueError(f"the sum must be contiguous fp32 {(E, N, K)}, not {wide_ENK.dtype} {tuple(wide_ENK.shape)}; copy it")
     out_ENK = a_KW.new_empty(E, N, K, dtype=torch.bfloat16) if wide_ENK is None else wide_ENK
     out_desc = _descriptor(out_ENK.flatten(0, 1), 64, 64) if wide_ENK is None else None
     scales = (_descriptor(x, 1, BLOCK) if blockwise else x for x in (grad_scale, a_scale))

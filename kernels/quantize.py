@@ -201,7 +201,7 @@ def quantize_columns(
         [E, C], blockwise [W / 128, C]. The end of each group in W, int32 [E]. What is past the last is unspecified.
     """
     if offsets_E is None:
-        offsets_E = one_group(len(x_RC), x_RC.device)
+        offsets_E = one_group(len(x_RC if pair_R is None else pair_R), x_RC.device)
     if x_RC.is_cuda:
         return launch_columns(x_RC, offsets_E, blockwise, pair_R, choices)
     if pair_R is not None:

@@ -1,4 +1,4 @@
-"""Rows of FP8 operands turned for a weight gradient, so that a tensor is quantised once for both its uses.
+"""Rows of FP8 operands turned for a weight gradient, so that both its uses have the same elements.
 
 A weight gradient sums over rows, each of which has a scale of its own. Scales are powers of two: rows are brought to the largest
 scale of 128 of them by a change of their elements' exponents, which loses nothing but what becomes smaller than E4M3's smallest:
@@ -79,7 +79,7 @@ def turn_rows(
         [W / 128], the largest of a block's rows each. The end of each group in W, int32 [E]. Past the last all is unspecified.
     """
     if offsets_E is None:
-        offsets_E = one_group(len(x_RC), x_RC.device)
+        offsets_E = one_group(len(x_RC if pair_R is None else pair_R), x_RC.device)
     if x_RC.is_cuda:
         return launch_turn_rows(x_RC, scale_R, offsets_E, pair_R, choices)
     if pair_R is not None:

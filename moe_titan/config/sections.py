@@ -194,7 +194,9 @@ class Float8:
     save_activations: bool = key(
         False, "Save the experts' pre-activations for backward in FP8, as expert_recipe rowwise or blockwise quantises them"
     )
-    head: bool = key(False, "Compute the head's logits and the gradient of its input in recipe, too")
+    head: bool = key(
+        False, "Compute the head's logits and the gradient of its input in recipe, too; if rowwise, its weight's as well"
+    )
     dispatch: bool = key(False, "Send tokens to routed experts in FP8, as expert_recipe rowwise or blockwise quantises them")
 
 

@@ -73,7 +73,7 @@ def test_the_head_is_converted_if_asked(recipe, emulate) -> None:
     model = build_model("qwen3", replace(tiny.qwen3()[1], vocab_size=96, dim=128, head_dim=32))
     options = Float8Options(recipe, head=True, emulate=emulate)
     result = convert(model, options, parts=weight_parts(model, 2))
-    what = "rowwise, logits and input gradient" + emulate * ", emulated"
+    what = "rowwise, logits and gradients" + emulate * ", emulated"
     assert result.converted["output"] == what and f"output: {what}\n" in result.table()
     weight_VD, h_TD = torch.randn(96, 128).bfloat16(), torch.randn(5, 128).bfloat16()
     logits_TV = model.output.products(weight_VD).logits(h_TD)

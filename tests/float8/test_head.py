@@ -49,6 +49,15 @@ def test_equals_its_emulation(monkeypatch, logits_at_a_time) -> None:
         assert relative_error(mine, wanted) < 5e-3
 
 
+@pytest.mark.parametrize("products", [RowwiseHead, EMULATED])
+def test_no_tokens(products) -> None:
+    h_TD, weight_VD, labels_T = (each[:0] if i != 1 else each for i, each in enumerate(inputs()))
+    h_TD, weight_VD = h_TD.requires_grad_(), weight_VD.requires_grad_()
+    loss, _ = linear_cross_entropy_sums(h_TD, weight_VD, labels_T, IGNORED, (1.0,), None, products)
+    loss.backward()
+    assert loss == 0 and h_TD.grad.shape == (0, D) and weight_VD.grad.shape == (V, D) and not weight_VD.grad.any()
+
+
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_rounds_as_the_recipe_says(recipe) -> None:
     """The loss and the gradients are those of operands rounded by the recipe, in fp64. For the weight's only ``rowwise`` rounds

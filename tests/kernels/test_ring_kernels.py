@@ -156,6 +156,15 @@ def test_weight_grad_of_no_rows(monkeypatch) -> None:
     assert not grouped_mm_launch.launch_weight_grad_fp8(grad_NW, grad_scale, *columns, False).any()
 
 
+@pytest.mark.parametrize(
+    "out", [torch.zeros(1, 32, 16).transpose(1, 2), torch.zeros(1, 16, 32).bfloat16(), torch.zeros(1, 16, 16)]
+)
+def test_a_sum_that_the_kernel_would_miss_is_refused(out) -> None:
+    operands = *of_weight_grad(bf16(3, 16), ends_of([3]), False)[:2], *of_weight_grad(bf16(3, 32), ends_of([3]), False)
+    with pytest.raises(ValueError, match=r"contiguous fp32 \(1, 16, 32\), not .*; copy it"):
+        grouped_mm_launch.launch_weight_grad_fp8(*operands, False, out, True)
+
+
 def test_numbers_are_handed_over_in_pairs() -> None:
     pair, halves_of = map(plain, (ring_kernels.pair, ring_kernels.halves_of))
     for upper, lower in ((0, 0), (300, 40000), (2**15 - 1, 2**16 - 1)):

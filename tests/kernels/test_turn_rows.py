@@ -100,3 +100,13 @@ def test_kernel_fits_a_multiprocessor(monkeypatch, tmp_path, packed, again) -> N
     assert int(re.search(r"(\d+) bytes spill loads", said)[1]) <= 32
     registers = int(re.search(r"Used (\d+) registers", said)[1])
     assert 4 * 32 * group_pieces.WARPS.value * registers <= 65536
+
+
+def test_no_ends_are_one_group_of_all_pairs() -> None:
+    x, pair_R = torch.randn(4, 32).bfloat16(), torch.arange(8, dtype=torch.int32)
+    for operator, operands in ((turn_rows.turn_rows, quantized(x)), (quantize.quantize_columns, (x,))):
+        ways = [] if operator is turn_rows.turn_rows else [False]
+        one, named = (operator(*operands, ends, *ways, pair_R, 2) for ends in (None, ends_of([8])))
+        width = int(named[2][0])
+        assert torch.equal(one[0][:, :width].float(), named[0][:, :width].float()) and torch.equal(one[2], named[2])
+        assert named[0][:, 4:8].float().any()
