@@ -58,12 +58,13 @@ def _turned_factor(grad_T: Tensor) -> Tensor:
 
 def _factors(part: LogitsSlice) -> Tensor:
     """The inverse of each token's scale without a look at its gradients: the largest is that of its label, since the others add
-    up to it, or where the label is not among the columns that of the largest logit."""
+    up to it, or where the label is not among the columns that of the largest logit. Of a token that is sure of its label or of
+    a word elsewhere, fp32 does not know it: from 2^-16 of the loss's gradient down the scale stays, at no cost to the rest."""
     logits_TV, labels_T, lse_T, high_T, grad_T, first = part
     column_T = labels_T - first
     here_T = (column_T >= 0) & (column_T < logits_TV.shape[1])
     label_T = logits_TV.gather(1, column_T.where(here_T, 0)[:, None]).squeeze(1).float()
-    largest_T = torch.where(here_T, 1 - (label_T - lse_T).exp(), (high_T - lse_T).exp()) * grad_T
+    largest_T = torch.where(here_T, 1 - (label_T - lse_T).exp(), (high_T - lse_T).exp()).clamp(min=2**-16) * grad_T
     return _floor_power_of_two(448 / largest_T.to(logits_TV.dtype).float().abs().clamp(min=1e-12))
 
 

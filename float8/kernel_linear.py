@@ -18,8 +18,8 @@ from kernels.turn_rows import turn_rows
 def _product(rows: tuple[Tensor, Tensor], w_NK: Tensor, blockwise: bool, transposed: bool) -> Tensor:
     weight_1NK, scale = quantize_weights(w_NK[None], blockwise, transposed)
     if blockwise:
-        one_group = w_NK.new_full((1,), len(rows[0]), dtype=torch.int32)
-        return grouped_mm_fp8(*rows, weight_1NK, scale, one_group, True)
+        ends = w_NK.new_full((1,), len(rows[0]), dtype=torch.int32)
+        return grouped_mm_fp8(*rows, weight_1NK, scale, ends, True)
     return rowwise_product(*rows, weight_1NK[0], scale[0], w_NK.dtype, fast=True)
 
 
@@ -49,7 +49,8 @@ class _Linear(torch.autograd.Function):
 
 
 class KernelLinear(nn.Linear):
-    """Takes over the parameters of ``linear``, which has no bias. N and K are multiples of 16, blockwise of 128."""
+    """Takes over the parameters of ``linear``, which has no bias. N and K are multiples of 16, blockwise of 128. For
+    bf16, in which the weight's gradient comes out whatever goes in."""
 
     def __init__(self, linear: nn.Linear, blockwise: bool):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")

@@ -6,6 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.streams import for_any_stream
+
 
 def equal_ends(length: int, end: int, device: torch.device) -> Tensor:
     """Multiples of ``length`` up to ``end``, which is the last: int32, at least one. It is not to be written to."""
@@ -23,11 +25,7 @@ def _equal_ends(length: int, end: int, device: torch.device) -> Tensor:
     return (torch.arange(1, count + 1, dtype=torch.int32, device=device) * length).clamp_(max=end)
 
 
-@functools.cache
+@functools.lru_cache(4096)  # of numbers of rows that keep changing
 def _kept_ends(length: int, end: int, device: torch.device) -> Tensor:
-    ends = _equal_ends(length, end, device)
-    if ends.is_cuda:  # it may be another stream that reads them
-        made = torch.cuda.Event()
-        made.record(torch.cuda.current_stream(device))
-        made.synchronize()
-    return ends
+    with torch.inference_mode(False):
+        return for_any_stream(_equal_ends(length, end, device))

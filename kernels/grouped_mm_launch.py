@@ -17,6 +17,7 @@ from kernels.grouped_mm_kernels import _grouped_mm_kernel, _weight_grad_kernel
 from kernels.launch import launch
 from kernels.programs import multiprocessors
 from kernels.quantize import BLOCK, E4M3
+from kernels.streams import for_any_stream
 
 _ELEMENTS = {
     E4M3: gl.float8e4nv,
@@ -65,11 +66,7 @@ def _check(offsets_E: Tensor, groups: int, sizes: dict[str, int], multiple: int,
 def _counters(device: torch.device) -> Iterator[Tensor]:
     """Counters of tiles, zero between launches, to be used in turn: launches that run at the same time need one each."""
     counters = torch.zeros(1024, 4, dtype=torch.int32, device=device)  # 16 bytes apart: Triton compiles for aligned addresses
-    if counters.is_cuda:
-        zeroed = torch.cuda.Event()
-        zeroed.record(torch.cuda.current_stream(device))
-        zeroed.synchronize()
-    return itertools.cycle(counters.unbind())
+    return itertools.cycle(for_any_stream(counters).unbind())
 
 
 def _counter(device: torch.device) -> Tensor:

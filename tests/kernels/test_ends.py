@@ -18,3 +18,9 @@ def test_equal_ends(length, end, expected) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 1000])
 def test_one_group(rows) -> None:
     assert one_group(rows, torch.device("cpu")).tolist() == [rows]
+
+
+def test_kept_ends_are_of_no_mode() -> None:
+    with torch.inference_mode():
+        ends = equal_ends(7, 77777, torch.device("cpu"))
+    assert not ends.is_inference()

@@ -97,7 +97,7 @@ def test_kernel_fits_a_multiprocessor(monkeypatch, tmp_path, packed, again) -> N
     elements, scale = quantized(x)
     turn_rows.launch_turn_rows(x if again else elements, scale, ends_of([4, 5]), torch.arange(9) if packed else None, 1)
     said = compiled_for_hopper(kernel, launched, tmp_path)[1]
-    assert int(re.search(r"(\d+) bytes spill loads", said)[1]) <= 32
+    assert int(re.search(r"(\d+) bytes spill loads", said)[1]) <= (32 if again else 8)
     registers = int(re.search(r"Used (\d+) registers", said)[1])
     assert 4 * 32 * group_pieces.WARPS.value * registers <= 65536
 
